@@ -1,0 +1,21 @@
+"""Errors a user can act on: what was given, what is allowed, what to change."""
+
+
+class DcpjaxError(Exception):
+    """Base of every error raised on purpose by dcpjax and models."""
+
+
+class ConfigError(DcpjaxError, ValueError):
+    """A configuration that cannot run; raised before weights are loaded."""
+
+
+class CheckpointError(DcpjaxError, ValueError):
+    """A checkpoint that cannot be read; the message names the file and the tensor."""
+
+
+class RequestError(DcpjaxError, ValueError):
+    """A request that cannot be served; the message names the field."""
+
+
+class CacheFullError(DcpjaxError, RuntimeError):
+    """No free pages are left for work that cannot wait."""

@@ -1,0 +1,86 @@
+"""The device mesh and the map from logical axes to mesh axes; the only reader of axis sizes.
+
+The mesh is `("tp", "dcp")` with `dcp` minor, so that gathering heads over `dcp` yields them in order. dcp adds no
+devices: it deals the tokens of the one latent head out to ranks that would otherwise hold copies of it.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dcpjax.errors import ConfigError
+
+ALL = ("tp", "dcp")
+
+# Logical axis → mesh axes. Everything that has no entry is replicated: index heads, the low-rank projections and the
+# router among them (expert groups must not move when the mesh changes).
+_RULES = {"heads": ALL, "vocab": ALL, "width": ALL, "page_rows": ("dcp",), "ranks": ("dcp",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshPlan:
+    """A mesh and how logical axes lie on it. Static: hashable, passed to jitted functions as is."""
+
+    mesh: Mesh
+
+    @property
+    def tp(self) -> int:
+        return self.mesh.shape["tp"]
+
+    @property
+    def dcp(self) -> int:
+        return self.mesh.shape["dcp"]
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.dcp
+
+    @property
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
+
+    def pad(self, n: int) -> int:
+        """The least multiple of the device count that holds `n` heads, columns or tokens of the vocabulary."""
+        return -(-n // self.num_devices) * self.num_devices
+
+    def spec(self, *axes: str | None) -> PartitionSpec:
+        """Partition of an array whose dimensions carry these logical axes (None: not sharded)."""
+        return PartitionSpec(*(_RULES[axis] if axis else None for axis in axes))
+
+    def sharding(self, *axes: str | None) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(*axes))
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """Tells the partitioner how `x` lies; with no axes, that every device holds all of it."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(*axes))
+
+    def per_device(self, body, in_specs, out_specs):
+        """`shard_map` of `body` over the whole mesh."""
+        return jax.shard_map(
+            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+
+@functools.cache
+def make_plan(tensor_parallel_size: int | None = None, dcp: int = 1) -> MeshPlan:
+    """The mesh of `tensor_parallel_size` devices (default: `dcp` of them), cut into groups of `dcp`.
+
+    Raises `ConfigError` when dcp does not divide the device count or too few devices exist.
+    """
+    size = dcp if tensor_parallel_size is None else tensor_parallel_size
+    if dcp < 1 or size < 1 or size % dcp:
+        raise ConfigError(
+            f"decode context parallel size {dcp} must divide tensor parallel size {size}: dcp uses the same devices, "
+            f"it adds none. Use a dcp size that divides {size}, or a larger tensor parallel size"
+        )
+    devices = jax.devices()
+    if len(devices) < size:
+        raise ConfigError(
+            f"tensor parallel size {size} needs {size} devices, but JAX started with {len(devices)}. On CPU, make "
+            "the LLM before any other JAX call, or set jax_num_cpu_devices first"
+        )
+    grid = np.array(devices[:size]).reshape(size // dcp, dcp)
+    return MeshPlan(Mesh(grid, ALL, axis_types=(AxisType.Auto, AxisType.Auto)))

@@ -1,0 +1,310 @@
+"""What a GLM-5.2 network is, read from a Hugging Face `config.json`.
+
+Every number that shapes an array is read here and nowhere else; a shape-bearing key that is not known is refused
+rather than ignored, because ignoring one gives a network that runs and is wrong.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from dcpjax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexerConfig:
+    """The DSA indexer of a full layer: `num_heads` queries of `head_dim`, `topk` positions kept."""
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    norm_eps: float = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """Routed experts of `width`; `shared_width` is the width of all shared experts together."""
+
+    num_experts: int
+    experts_per_token: int
+    width: int
+    shared_width: int
+    num_groups: int
+    groups_per_token: int
+    norm_topk: bool
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """A layer with its own indexer is `full`; one that reuses the selection before it is not."""
+
+    full: bool
+    sparse: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of one checkpoint. Frozen and hashable: a static argument of every jitted function."""
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    dense_width: int
+    rope_theta: float
+    norm_eps: float
+    latent_norm_eps: float
+    max_position: int
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int
+    layers: tuple[LayerKind, ...]
+    indexer: IndexerConfig
+    moe: MoeConfig
+    has_mtp: bool
+    share_selection: bool
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_full_layers(self) -> int:
+        return sum(kind.full for kind in self.layers)
+
+    @property
+    def qk_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_width(self) -> int:
+        """Values cached per token and layer: the normed latent, then the rotated key."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.qk_dim**-0.5
+
+    @property
+    def blocks(self) -> tuple[tuple[tuple[LayerKind, ...], int], ...]:
+        """Runs of equal blocks `(kinds, repeats)`; a block is a full layer and those that reuse its selection."""
+        starts = [i for i, kind in enumerate(self.layers) if kind.full] + [self.num_layers]
+        runs: list[tuple[tuple[LayerKind, ...], int]] = []
+        for start, stop in zip(starts, starts[1:]):
+            block = self.layers[start:stop]
+            if runs and runs[-1][0] == block:
+                runs[-1] = (block, runs[-1][1] + 1)
+            else:
+                runs.append((block, 1))
+        return tuple(runs)
+
+
+# Keys whose value sizes no array here, or repeats another key's. `head_dim` is a trap: in the published file it is
+# neither the query/key width nor the value width.
+_IGNORED = frozenset(
+    "architectures dtype torch_dtype attention_dropout use_cache transformers_version head_dim num_key_value_heads "
+    "quantization_config pretraining_tp ep_size moe_layer_freq initializer_range bos_token_id "
+    "moe_router_dtype router_dtype output_attentions output_hidden_states return_dict num_experts _name_or_path "
+    "auto_map problem_type id2label label2id is_encoder_decoder chunk_size_feed_forward output_router_logits "
+    "max_window_layers seq_aux aux_loss_alpha topk_method".split()
+)
+
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("glm_moe_dsa",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "tie_word_embeddings": (False,),
+    "rope_interleave": (True,),
+    "indexer_rope_interleave": (True,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+    "num_nextn_predict_layers": (0, 1),
+}
+
+
+class _Reader:
+    """Reads keys once and remembers which, so that what is left over can be refused."""
+
+    def __init__(self, raw: dict[str, Any]):
+        self.raw = raw
+        self.seen: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise ConfigError(f"config.json has no {key!r}; a glm_moe_dsa checkpoint must state it")
+        return value
+
+    def size(self, key: str) -> int:
+        value = self.need(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"config.json: {key} = {value!r} must be a whole number ≥ 1")
+        return value
+
+
+def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> ModelConfig:
+    """Builds a `ModelConfig` from the mapping in `config.json`, with `overrides` laid over it.
+
+    `latent_norm_eps` is our own key (the epsilon of the two latent norms; default: `rms_norm_eps`).
+    Raises `ConfigError` for a missing key, an unsupported value or an unknown key that could size an array.
+    """
+    read = _Reader({**raw, **(overrides or {})})
+    for key, allowed in _FIXED.items():
+        value = read.get(key, allowed[0])
+        if value not in allowed:
+            raise ConfigError(f"config.json: {key} = {value!r} is not supported; allowed: {list(allowed)}")
+
+    num_layers = read.size("num_hidden_layers")
+    rope = read.get("rope_parameters", {})
+    if rope.get("rope_type", "default") != "default":
+        raise ConfigError(f"config.json: rope_type {rope['rope_type']!r} is not supported; use 'default'")
+    theta = rope.get("rope_theta", read.get("rope_theta"))
+    if theta is None:
+        raise ConfigError("config.json has no rope_theta; glm_moe_dsa has no default for it")
+    nope, rot = read.size("qk_nope_head_dim"), read.size("qk_rope_head_dim")
+    if read.get("qk_head_dim", nope + rot) != nope + rot:
+        raise ConfigError(
+            f"config.json: qk_head_dim must be qk_nope_head_dim + qk_rope_head_dim = {nope + rot}"
+        )
+    num_experts, num_groups = read.size("n_routed_experts"), read.get("n_group", 1)
+    if num_experts % num_groups:
+        raise ConfigError(
+            f"config.json: n_group {num_groups} must divide n_routed_experts {num_experts}"
+        )
+    width = read.size("moe_intermediate_size")
+    eps = float(read.get("rms_norm_eps", 1e-5))
+    full, sparse = _full_layers(read, num_layers), _sparse_layers(read, num_layers)
+    eos = read.get("eos_token_id", ())
+    config = ModelConfig(
+        vocab_size=read.size("vocab_size"),
+        hidden_size=read.size("hidden_size"),
+        num_heads=read.size("num_attention_heads"),
+        q_rank=read.size("q_lora_rank"),
+        kv_rank=read.size("kv_lora_rank"),
+        nope_dim=nope,
+        rope_dim=rot,
+        v_dim=read.size("v_head_dim"),
+        dense_width=read.size("intermediate_size"),
+        rope_theta=float(theta),
+        norm_eps=eps,
+        latent_norm_eps=float(read.get("latent_norm_eps", eps)),
+        max_position=read.size("max_position_embeddings"),
+        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
+        pad_token_id=read.get("pad_token_id", 0),
+        layers=tuple(LayerKind(full=f, sparse=s) for f, s in zip(full, sparse)),
+        indexer=IndexerConfig(
+            num_heads=read.size("index_n_heads"),
+            head_dim=read.size("index_head_dim"),
+            topk=read.size("index_topk"),
+        ),
+        moe=MoeConfig(
+            num_experts=num_experts,
+            experts_per_token=read.size("num_experts_per_tok"),
+            width=width,
+            shared_width=width * read.get("n_shared_experts", 1),
+            num_groups=num_groups,
+            groups_per_token=read.get("topk_group", 1),
+            norm_topk=bool(read.get("norm_topk_prob", True)),
+            scale=float(read.get("routed_scaling_factor", 1.0)),
+        ),
+        has_mtp=read.get("num_nextn_predict_layers", 0) == 1,
+        share_selection=bool(read.get("index_share_for_mtp_iteration", False)),
+    )
+    _refuse_unknown(read, overrides or {})
+    _check(config)
+    return config
+
+
+def _full_layers(read: _Reader, num_layers: int) -> list[bool]:
+    """Which layers own an indexer: `indexer_types`, else the F/S pattern, else frequency and offset."""
+    types, pattern = read.get("indexer_types"), read.get("index_topk_pattern")
+    freq, offset = read.get("index_topk_freq", 1), read.get("index_skip_topk_offset", 2)
+    if types is not None:
+        full = [t == "full" for t in types]
+        bad = [t for t in types if t not in ("full", "shared")]
+    elif pattern is not None:
+        full = [t == "F" for t in pattern]
+        bad = [t for t in pattern if t not in "FS"]
+    else:
+        full = [max(i - offset + 1, 0) % freq == 0 for i in range(num_layers)]
+        bad = []
+    if bad or len(full) != num_layers or not full[0]:
+        raise ConfigError(
+            "config.json: the indexer pattern must name 'full' or 'shared' for each of the "
+            f"{num_layers} layers, and layer 0 must be full; got {types or pattern}"
+        )
+    return full
+
+
+def _sparse_layers(read: _Reader, num_layers: int) -> list[bool]:
+    """Which layers hold experts: `mlp_layer_types`, else all from `first_k_dense_replace` on."""
+    types, first = read.get("mlp_layer_types"), read.get("first_k_dense_replace", 0)
+    sparse = [t == "sparse" for t in types] if types is not None else [i >= first for i in range(num_layers)]
+    if len(sparse) != num_layers or any(t not in ("dense", "sparse") for t in types or ()):
+        raise ConfigError(
+            f"config.json: mlp_layer_types must name 'dense' or 'sparse' for each of the {num_layers} layers"
+        )
+    return sparse
+
+
+def _refuse_unknown(read: _Reader, overrides: dict[str, Any]) -> None:
+    left = {k: v for k, v in read.raw.items() if k not in read.seen and k not in _IGNORED}
+    shaping = sorted(k for k, v in left.items() if k in overrides or _sizes_an_array(v))
+    if shaping:
+        raise ConfigError(
+            f"unknown configuration keys {shaping}: they may change the network's shape. Remove them if they do not"
+        )
+
+
+def _sizes_an_array(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_sizes_an_array(v) for v in value)
+    if isinstance(value, dict):
+        return any(_sizes_an_array(v) for v in value.values())
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check(config: ModelConfig) -> None:
+    moe = config.moe
+    if config.rope_dim % 2 or config.indexer.head_dim < config.rope_dim:
+        raise ConfigError(
+            f"config.json: qk_rope_head_dim {config.rope_dim} must be even and at most "
+            f"index_head_dim {config.indexer.head_dim}"
+        )
+    if moe.groups_per_token > moe.num_groups or moe.experts_per_token > (
+        moe.num_experts // moe.num_groups * moe.groups_per_token
+    ):
+        raise ConfigError(
+            f"config.json: {moe.experts_per_token} experts per token cannot be chosen from "
+            f"{moe.groups_per_token} of {moe.num_groups} groups of {moe.num_experts // moe.num_groups} experts"
+        )
+
+
+def read_config(folder: str | pathlib.Path, overrides: dict[str, Any] | None = None) -> ModelConfig:
+    """Reads `folder/config.json` (eos ids also from `generation_config.json`, which wins as in the peers)."""
+    folder = pathlib.Path(folder)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no config.json; give a folder with a glm_moe_dsa checkpoint")
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = json.loads(generation.read_text()).get("eos_token_id")
+        if eos is not None:
+            raw["eos_token_id"] = eos
+    return from_hf(raw, overrides)
