@@ -59,9 +59,7 @@ class MeshPlan:
 
     def per_device(self, body, in_specs, out_specs):
         """`shard_map` of `body` over the whole mesh."""
-        return jax.shard_map(
-            body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 @functools.cache

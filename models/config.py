@@ -175,14 +175,10 @@ def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> Mod
         raise ConfigError("config.json has no rope_theta; glm_moe_dsa has no default for it")
     nope, rot = read.size("qk_nope_head_dim"), read.size("qk_rope_head_dim")
     if read.get("qk_head_dim", nope + rot) != nope + rot:
-        raise ConfigError(
-            f"config.json: qk_head_dim must be qk_nope_head_dim + qk_rope_head_dim = {nope + rot}"
-        )
+        raise ConfigError(f"config.json: qk_head_dim must be qk_nope_head_dim + qk_rope_head_dim = {nope + rot}")
     num_experts, num_groups = read.size("n_routed_experts"), read.get("n_group", 1)
     if num_experts % num_groups:
-        raise ConfigError(
-            f"config.json: n_group {num_groups} must divide n_routed_experts {num_experts}"
-        )
+        raise ConfigError(f"config.json: n_group {num_groups} must divide n_routed_experts {num_experts}")
     width = read.size("moe_intermediate_size")
     eps = float(read.get("rms_norm_eps", 1e-5))
     full, sparse = _full_layers(read, num_layers), _sparse_layers(read, num_layers)

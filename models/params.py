@@ -244,9 +244,7 @@ def _moe(cfg: ModelConfig, pad: Callable[[int], int], at: tuple[int, ...]) -> Mo
         return Weight(f"model.layers.{{i}}.{name}", layers=at, **more)
 
     e = moe.num_experts
-    gate, up, down = _gated(
-        lambda name, **more: w(name, experts=e, **more), "mlp.experts.{e}", d, moe.width, pad
-    )
+    gate, up, down = _gated(lambda name, **more: w(name, experts=e, **more), "mlp.experts.{e}", d, moe.width, pad)
     return Moe(
         w("mlp.gate.weight", size=(e, d), axes=(None, None), shape=(e, d)),
         w(

@@ -1,0 +1,161 @@
+"""The one attention: indexer selection, then sparse MLA over the selected rows, for every dcp, target and draft.
+
+Geometry comes from the pools. Where a pool is cut into shards, queries (or rows) are gathered over the ranks and parts
+are merged by LSE; where it is not, nothing moves. Two movements give the same result and a step picks the one that moves
+fewer bytes when it is traced: *queries* go to the rows (decode), or *rows* come to the queries tile by tile (long prefill).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dcpjax import collectives
+from dcpjax.batch import ForwardBatch
+from dcpjax.cache import Pool, pool_slots, pool_spec
+from dcpjax.mesh import MeshPlan
+from dcpjax.pallas_kernels.indexer_scores import indexer_scores
+from dcpjax.pallas_kernels.lse_merge import merge_parts
+from dcpjax.pallas_kernels.sparse_mla import sparse_mla
+from dcpjax.pallas_kernels.topk import NO_SLOT, merge_candidates, topk_candidates
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """How parts travel. `movement` None lets the byte count decide; tests force "queries" or "rows"."""
+
+    backend: str = "ag_rs"
+    movement: str | None = None
+    tile_tokens: int = 32768
+
+
+@struct.dataclass
+class Selection:
+    """The slots each token attends to, shared by all layers of a block.
+
+    slots: `[T, K]` int32 sequence slots, ascending, `NO_SLOT` past the end; the same on every rank.
+    rows: `[ranks, T, K]` int32 rows of the latent pool, the rank's own ones first; ranks is the pool's shards.
+    count: `[ranks, T]` int32, how many of them are the rank's.
+    """
+
+    slots: jax.Array
+    rows: jax.Array
+    count: jax.Array
+
+
+def select(
+    q: jax.Array, weight: jax.Array, index: Pool, layer: jax.Array | int, latent: Pool, batch: ForwardBatch,
+    topk: int, first_slot: int, plan: MeshPlan,
+) -> Selection:  # fmt: skip
+    """Exact global top-k of the indexer's scores over the visible slots `first_slot … batch.slots[t]`.
+
+    `q [T, heads, dim]`, `weight [T, heads]` (float32, both scale factors folded in), replicated.
+    """
+    layout = index.layout
+
+    def body(q, weight, data, batch):
+        rank = collectives.rank(layout)
+        score = indexer_scores(q, weight, data, layer, batch.pages, batch.row_of)
+        slot = layout.slot(jnp.arange(score.shape[1]), rank)
+        visible = (slot >= first_slot) & (slot <= batch.slots[:, None])
+        score, slots = topk_candidates(jnp.where(visible, score, -jnp.inf), slot, topk)
+        if layout.shards > 1:
+            packed = jnp.stack([jax.lax.bitcast_convert_type(score, jnp.int32), slots])
+            packed = collectives.gather_ranks(packed, axis=2)
+            score = jax.lax.bitcast_convert_type(packed[0], jnp.float32)
+            slots = packed[1]
+        slots = merge_candidates(score, slots, topk)
+        rows, count = _own_rows(slots, latent, batch)
+        return slots, rows[None], count[None]
+
+    ranks = "ranks" if latent.layout.shards > 1 else None
+    whole = plan.spec()
+    return Selection(
+        *plan.per_device(
+            body,
+            (whole, whole, pool_spec(layout, plan), whole),
+            (whole, plan.spec(ranks), plan.spec(ranks)),
+        )(q, weight, index.data, batch)
+    )
+
+
+def _own_rows(slots: jax.Array, pool: Pool, batch: ForwardBatch) -> tuple[jax.Array, jax.Array]:
+    """The rows of `slots [T, K]` on this rank, own ones first, and their count."""
+    layout = pool.layout
+    place = pool_slots(layout, batch.pages, batch.row_of[:, None], jnp.where(slots == NO_SLOT, -1, slots))
+    mine = (place != layout.nowhere) & (layout.owner(place) == collectives.rank(layout))
+    rows = jnp.sort(jnp.where(mine, layout.row(place), layout.num_rows), axis=1)
+    return rows, jnp.sum(mine, axis=1, dtype=jnp.int32)
+
+
+def attend(
+    q: jax.Array, pool: Pool, layer: jax.Array | int, selection: Selection, batch: ForwardBatch,
+    value_width: int, scale: float, options: AttentionOptions, plan: MeshPlan,
+) -> jax.Array:  # fmt: skip
+    """Attention of `q [T, H, W]` (absorbed, heads sharded over the mesh) over the selected rows of one layer.
+
+    Returns `[T, H, value_width]` in q's dtype, sharded as q. A token without visible slots gives zeros.
+    """
+    layout = pool.layout
+    rows_move = layout.shards > 1 and _movement(q, pool, batch, options) == "rows"
+
+    def body(q, data, rows, count, slots, batch):
+        if rows_move:
+            out = _attend_gathered(q, data, layer, slots, batch, pool, value_width, scale, options.tile_tokens)
+            return out.astype(q.dtype)
+        flat = data.reshape(data.shape[0], layout.num_rows, data.shape[3])
+        if layout.shards > 1:
+            q = collectives.gather_ranks(q, axis=1)
+        out, lse = sparse_mla(q, flat, layer, rows[0], count[0], value_width=value_width, scale=scale)
+        if layout.shards > 1:
+            # Parts travel in float32 unless they are dealt out first (a2a), where each is rounded once.
+            part = out.astype(q.dtype) if options.backend == "a2a" else out
+            out = collectives.merge_ranks(part, lse, options.backend)
+        return out.astype(q.dtype)
+
+    heads, whole = plan.spec(None, "heads", None), plan.spec()
+    ranks = plan.spec("ranks" if layout.shards > 1 else None)
+    return plan.per_device(body, (heads, pool_spec(layout, plan), ranks, ranks, whole, whole), heads)(
+        q, pool.data, selection.rows, selection.count, selection.slots, batch
+    )
+
+
+def _movement(q: jax.Array, pool: Pool, batch: ForwardBatch, options: AttentionOptions) -> str:
+    """Which movement sends fewer values: all queries and outputs, or all rows of the block tables."""
+    if options.movement is not None:
+        return options.movement
+    tokens, heads, width = q.shape
+    queries = 2 * tokens * heads * width
+    rows = batch.pages.shape[0] * batch.pages.shape[1] * pool.layout.page_tokens * width
+    return "rows" if rows < queries else "queries"
+
+
+def _attend_gathered(q, data, layer, slots, batch, pool, value_width, scale, tile_tokens):
+    """Attention of this device's own heads, with the rows of all ranks gathered one tile of pages at a time."""
+    layout = pool.layout
+    width = batch.pages.shape[1]
+    tile = min(width, max(1, tile_tokens // layout.page_tokens))
+    parts = []
+    for first in range(0, width, tile):
+        pages = batch.pages[:, first : first + tile]
+        own = data[layer, pages]  # [B, tile, page_rows, W]
+        gathered = collectives.stack_ranks(own)  # [ranks, B, tile, page_rows, W]
+        flat = gathered.reshape(1, -1, gathered.shape[-1])
+        offset = slots - first * layout.page_tokens
+        inside = (slots != NO_SLOT) & (offset >= 0) & (offset < pages.shape[1] * layout.page_tokens)
+        # The tile is a little pool of its own: per rank, every request's pages in order.
+        per_request = pages.shape[1] * layout.page_rows
+        row = layout.row(offset) + batch.row_of[:, None] * per_request
+        row = layout.owner(offset) * (pages.shape[0] * per_request) + row
+        row = jnp.sort(jnp.where(inside, row, flat.shape[1]), axis=1)
+        count = jnp.sum(inside, axis=1, dtype=jnp.int32)
+        parts.append(sparse_mla(q, flat, 0, row, count, value_width=value_width, scale=scale))
+    if len(parts) == 1:
+        return parts[0][0]
+    return merge_parts(jnp.stack([out for out, _ in parts]), jnp.stack([lse for _, lse in parts]))[0]
+
+
+def heads_sharded(x: jax.Array, plan: MeshPlan) -> jax.Array:
+    """Constrains `[T, H, …]` to lie with its heads over the whole mesh."""
+    return plan.constrain(x, None, "heads", *(None,) * (x.ndim - 2))

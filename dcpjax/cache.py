@@ -1,0 +1,126 @@
+"""The paged cache: pools of rows, each with the layout its array truly has.
+
+A `Pool` is checked against its array's sharding when it is made, and attention takes the geometry from it. No size is
+passed beside it, so a cache that is read with another geometry than it was written with cannot be built.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dcpjax import collectives
+from dcpjax.errors import ConfigError
+from dcpjax.layout import CacheLayout
+from dcpjax.mesh import MeshPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What a pool stores for one token and layer: `width` elements of `dtype`, `nbytes` in all."""
+
+    width: int
+    dtype: Any
+    nbytes: int
+
+
+def latent_record(kv_rank: int, rope_dim: int, kind: str) -> Record:
+    """Latent and rotated key. `fp8` is 1 byte a value, a float32 scale per 128 values and a bfloat16 rotated key."""
+    width = kv_rank + rope_dim
+    if kind == "fp8":
+        return Record(width, jnp.uint8, kv_rank + 4 * -(-kv_rank // 128) + 2 * rope_dim)
+    return _plain(width, kind)
+
+
+def index_record(head_dim: int, kind: str) -> Record:
+    """Index key. `fp8` is 1 byte a value and one float32 scale."""
+    if kind == "fp8":
+        return Record(head_dim, jnp.uint8, head_dim + 4)
+    return _plain(head_dim, kind)
+
+
+def _plain(width: int, kind: str) -> Record:
+    kinds = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+    if kind not in kinds:
+        raise ConfigError(f"kv cache dtype {kind!r} is not known; use 'auto', 'bfloat16', 'float32' or 'fp8'")
+    return Record(width, kinds[kind], width * jnp.dtype(kinds[kind]).itemsize)
+
+
+@struct.dataclass
+class Pool:
+    """Rows of several layers in pages: `data [layers, pages, page_tokens, width]`.
+
+    Axis 2 is ordered rank-major (owner, then page row) and sharded over dcp iff `layout.shards > 1`.
+    Raises `ConfigError` when the array's real sharding is another one.
+    """
+
+    data: jax.Array
+    layout: CacheLayout = struct.field(pytree_node=False)
+
+    def __post_init__(self):
+        # A pytree passes through here with tracers and placeholders too; only real arrays have a sharding to check.
+        if not isinstance(self.data, jax.Array) or isinstance(self.data, jax.core.Tracer):
+            return
+        shape = self.data.shape
+        if shape[1:3] != (self.layout.num_pages, self.layout.page_tokens):
+            raise ConfigError(f"a pool of shape {shape} does not have the pages of {self.layout}")
+        parts = shape[2] // self.data.sharding.shard_shape(shape)[2]
+        if parts != self.layout.shards:
+            raise ConfigError(
+                f"the cache array is cut into {parts} shards but its layout says {self.layout.shards}: every rank "
+                f"would read its shard as the whole context. Build the pool with make_pool, which sets both from one value"
+            )
+
+    def write(self, layer: jax.Array | int, values: jax.Array, slots: jax.Array, plan: MeshPlan) -> "Pool":
+        """Writes `values [T, width]` to `slots [T]` of one layer, each on its owner; `nowhere` is dropped."""
+        layout = self.layout
+
+        def body(data, values, slots):
+            mine = layout.owner(slots) == collectives.rank(layout)
+            rows = jnp.where(mine, layout.row(slots), layout.num_rows)
+            flat = data.reshape(data.shape[0], layout.num_rows, data.shape[3])
+            return flat.at[layer, rows].set(values.astype(data.dtype), mode="drop").reshape(data.shape)
+
+        spec = pool_spec(layout, plan)
+        whole = plan.spec()
+        return self.replace(data=plan.per_device(body, (spec, whole, whole), spec)(self.data, values, slots))
+
+
+def pool_spec(layout: CacheLayout, plan: MeshPlan):
+    """Partition of a pool's array."""
+    return plan.spec(None, None, "page_rows" if layout.shards > 1 else None, None)
+
+
+def make_pool(num_layers: int, layout: CacheLayout, record: Record, plan: MeshPlan, fill: float = 0.0) -> Pool:
+    """A new pool on the mesh. `fill` is for tests (NaN must change nothing)."""
+    if layout.shards not in (1, plan.dcp):
+        raise ConfigError(f"a pool has 1 shard or one per dcp rank ({plan.dcp}); {layout.shards} are not supported")
+    if record.dtype == jnp.uint8:
+        raise ConfigError("kv cache dtype 'fp8' has sizes but no reader yet; use 'auto', 'bfloat16' or 'float32'")
+    shape = (num_layers, layout.num_pages, layout.page_tokens, record.width)
+    sharding = jax.sharding.NamedSharding(plan.mesh, pool_spec(layout, plan))
+    data = jax.jit(lambda: jnp.full(shape, fill, record.dtype), out_shardings=sharding)()
+    return Pool(data, layout)
+
+
+@struct.dataclass
+class PagedCache:
+    """The pools of one network: `latent` rows of every layer, `index` keys of the full layers only.
+
+    Both are addressed by the same page ids. `first_slot` is 0 for the target and 1 for the draft, whose row i lies in
+    slot i + 1, so that a page depends only on tokens its own hash covers; draft slot 0 stays empty for ever.
+    """
+
+    latent: Pool
+    index: Pool
+    first_slot: int = struct.field(pytree_node=False, default=0)
+
+
+def pool_slots(layout: CacheLayout, pages: jax.Array, row_of: jax.Array, slots: jax.Array) -> jax.Array:
+    """Sequence slots `[T]` (token numbers in a request) → slots of the pool; negative ones → nowhere."""
+    page = jnp.clip(slots // layout.page_tokens, 0, pages.shape[1] - 1)
+    place = pages[row_of, page] * layout.page_tokens + slots % layout.page_tokens
+    inside = (slots >= 0) & (slots < pages.shape[1] * layout.page_tokens)
+    return jnp.where(inside, place, layout.nowhere)

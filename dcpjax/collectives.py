@@ -1,0 +1,78 @@
+"""Everything that crosses devices; the only module that names collectives.
+
+All functions run inside `shard_map` over the mesh's `("tp", "dcp")` axes. On an axis of one device they return their
+input: that keeps size-1 collectives out of the compiled program.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from dcpjax.errors import ConfigError
+from dcpjax.layout import CacheLayout
+from dcpjax.mesh import ALL
+from dcpjax.pallas_kernels.lse_merge import merge_parts, part_weights, weigh
+
+BACKENDS = ("ag_rs", "a2a", "psum")
+
+
+def check_backend(name: str) -> str:
+    if name not in BACKENDS:
+        raise ConfigError(f"dcp comm backend {name!r} is not known; use one of {list(BACKENDS)}")
+    return name
+
+
+def rank(layout: CacheLayout) -> jax.Array | int:
+    """This device's rank among the shards of a pool."""
+    return jax.lax.axis_index("dcp") if layout.shards > 1 else 0
+
+
+def sum_devices(x: jax.Array) -> jax.Array:
+    """Sum over all devices of the mesh."""
+    return x if jax.lax.axis_size(ALL) == 1 else jax.lax.psum(x, ALL)
+
+
+def device_index() -> jax.Array:
+    """This device's place in an axis sharded over the whole mesh."""
+    return jax.lax.axis_index(ALL)
+
+
+def gather_ranks(x: jax.Array, axis: int = 0) -> jax.Array:
+    """Concatenates the ranks' arrays along `axis`, in rank order."""
+    return jax.lax.all_gather(x, "dcp", axis=axis, tiled=True)
+
+
+def stack_ranks(x: jax.Array) -> jax.Array:
+    """Stacks the ranks' arrays along a new axis 0."""
+    return jax.lax.all_gather(x, "dcp")
+
+
+def merge_ranks(out: jax.Array, lse: jax.Array, backend: str) -> jax.Array:
+    """Merges the ranks' parts and deals the heads back out.
+
+    `out [T, H, L]` and `lse [T, H]` (natural log, float32) hold all heads of the dcp group over this rank's tokens;
+    returns `[T, H/N, L]` float32: this rank's heads over all tokens.
+    """
+    if backend == "a2a":
+        return _merge_a2a(out, lse)
+    weight, _ = part_weights(stack_ranks(lse))
+    mine = jax.lax.axis_index("dcp")
+    part = weigh(out, weight[mine])
+    if backend == "ag_rs":
+        return jax.lax.psum_scatter(part, "dcp", scatter_dimension=1, tiled=True)
+    heads = out.shape[1] // jax.lax.axis_size("dcp")
+    return jax.lax.dynamic_slice_in_dim(jax.lax.psum(part, "dcp"), mine * heads, heads, axis=1)
+
+
+def _merge_a2a(out: jax.Array, lse: jax.Array) -> jax.Array:
+    """One all-to-all over heads: the LSE travels in the same array as the output, bit for bit."""
+    word = jnp.uint32 if out.dtype == jnp.float32 else jnp.uint16
+    lse_words = jax.lax.bitcast_convert_type(lse.astype(jnp.float32), word).reshape(*lse.shape, -1)
+    packed = jnp.concatenate([jax.lax.bitcast_convert_type(out, word), lse_words], axis=-1)
+    ranks, (tokens, heads, width) = jax.lax.axis_size("dcp"), packed.shape
+    packed = packed.reshape(tokens, ranks, heads // ranks, width)
+    packed = jax.lax.all_to_all(packed, "dcp", split_axis=1, concat_axis=0)
+    packed = packed.reshape(ranks, tokens, heads // ranks, width)
+    parts = jax.lax.bitcast_convert_type(packed[..., : out.shape[-1]], out.dtype)
+    tail = packed[..., out.shape[-1] :]
+    part_lse = jax.lax.bitcast_convert_type(tail[..., 0] if word == jnp.uint32 else tail, jnp.float32)
+    return merge_parts(parts, part_lse)[0]

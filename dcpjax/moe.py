@@ -1,0 +1,107 @@
+"""Feed-forward parts whose width is sharded over the whole mesh: SwiGLU, and routed plus shared experts.
+
+Each runs in one `shard_map` and ends in at most one sum over devices.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from dcpjax import collectives
+from dcpjax.mesh import MeshPlan
+from dcpjax.quant import einsum, linear
+
+
+def embed(table: jax.Array, tokens: jax.Array, plan: MeshPlan) -> jax.Array:
+    """Rows `[T, D]` of the vocabulary-sharded `table [V, D]`; ids outside the vocabulary give zeros."""
+
+    def body(table, tokens):
+        local = tokens - collectives.device_index() * table.shape[0]
+        mine = (local >= 0) & (local < table.shape[0])
+        rows = jnp.where(mine[:, None], table[jnp.where(mine, local, 0)], 0)
+        return collectives.sum_devices(rows)
+
+    return plan.per_device(body, (plan.spec("vocab", None), plan.spec()), plan.spec())(table, tokens)
+
+
+def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """`down · (silu(gate · x) * (up · x))`; weights `[F, D]`, `[F, D]`, `[D, F]`."""
+    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
+
+
+def dense_ffn(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, plan: MeshPlan) -> jax.Array:
+    """SwiGLU of `x [T, D]` with its width over the mesh."""
+    into, out, whole = plan.spec("width", None), plan.spec(None, "width"), plan.spec()
+
+    def body(x, gate, up, down):
+        return collectives.sum_devices(swiglu(x, gate, up, down))
+
+    return plan.per_device(body, (whole, into, into, out), whole)(x, gate, up, down)
+
+
+def route(
+    x: jax.Array, router: jax.Array, bias: jax.Array, *, per_token: int, num_groups: int, groups_per_token: int,
+    norm_topk: bool, scale: float,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Experts `[T, per_token]` int32 and their weights `[T, per_token]` float32 of tokens `x [T, D]`.
+
+    Sigmoid scores; the bias and the groups choose, the unbiased scores weigh (DeepSeek-V3, section 2.1.2).
+    """
+    score = jax.nn.sigmoid(einsum("td,ed->te", x.astype(jnp.float32), router))
+    choice = score + bias
+    if num_groups > 1:
+        grouped = choice.reshape(choice.shape[0], num_groups, -1)
+        best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
+        _, kept = jax.lax.top_k(best_two, groups_per_token)
+        keep = jnp.zeros(best_two.shape, bool).at[jnp.arange(len(choice))[:, None], kept].set(True)
+        choice = jnp.where(keep[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    _, experts = jax.lax.top_k(choice, per_token)
+    weight = jnp.take_along_axis(score, experts, axis=1)
+    if norm_topk:
+        weight = weight / (weight.sum(-1, keepdims=True) + 1e-20)
+    return experts, weight * scale
+
+
+def experts_everywhere(x, experts, weight, gate, up, down):
+    """Every expert on every token, weighted: the least code and right for a few small experts (CPU)."""
+    share = jnp.zeros((x.shape[0], gate.shape[0]), jnp.float32)
+    share = share.at[jnp.arange(x.shape[0])[:, None], experts].add(weight)
+    hidden = jax.nn.silu(einsum("td,eid->tei", x, gate)) * einsum("td,eid->tei", x, up)
+    return einsum("tei,edi->td", hidden * share[..., None].astype(x.dtype), down)
+
+
+def experts_grouped(x, experts, weight, gate, up, down):
+    """Tokens sorted by expert, one grouped product a matrix: work grows with the experts chosen (GPU)."""
+    tokens, per_token = experts.shape
+    order = jnp.argsort(experts.reshape(-1), stable=True)
+    sizes = jnp.bincount(experts.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
+    rows = x[order // per_token]
+
+    def product(rows, w):
+        return jax.lax.ragged_dot(
+            rows,
+            w.swapaxes(1, 2).astype(rows.dtype),
+            sizes,
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=rows.dtype,
+        )
+
+    hidden = jax.nn.silu(product(rows, gate)) * product(rows, up)
+    out = product(hidden, down) * weight.reshape(-1)[order][:, None].astype(x.dtype)
+    return jnp.zeros((tokens, x.shape[1]), out.dtype).at[order // per_token].add(out)
+
+
+def moe_ffn(
+    x: jax.Array, experts: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array,
+    shared_gate: jax.Array, shared_up: jax.Array, shared_down: jax.Array, plan: MeshPlan,
+) -> jax.Array:  # fmt: skip
+    """Routed experts plus the shared one on `x [T, D]`; expert stacks `[E, I, D]`, `[E, I, D]`, `[E, D, I]`."""
+    run = experts_everywhere if plan.platform == "cpu" else experts_grouped
+
+    def body(x, experts, weight, gate, up, down, *shared):
+        return collectives.sum_devices(run(x, experts, weight, gate, up, down) + swiglu(x, *shared))
+
+    into, out, whole = plan.spec("width", None), plan.spec(None, "width"), plan.spec()
+    stack_into, stack_out = plan.spec(None, "width", None), plan.spec(None, None, "width")
+    return plan.per_device(body, (whole, whole, whole, stack_into, stack_into, stack_out, into, into, out), whole)(
+        x, experts, weight, gate, up, down, shared_gate, shared_up, shared_down
+    )

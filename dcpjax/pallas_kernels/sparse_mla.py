@@ -1,0 +1,74 @@
+"""Sparse MLA over cached rows: absorbed attention of each token over its own list of rows, with LSE.
+
+The absorbed form has one key/value head: a cache row is `[latent | rotated key]`, the key is the whole row and the value
+its first `value_width` entries (DeepSeek-V2, section 2.1). This is the XLA reference; it runs on every platform.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+# Bytes of gathered rows held at once; more tokens are taken tile by tile.
+_TILE_BYTES = 1 << 26
+
+
+def sparse_mla(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    rows: jax.Array,
+    count: jax.Array,
+    *,
+    value_width: int,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of `q [T, H, W]` over the first `count [T]` entries of `rows [T, K]` in `pool [layers, rows, W]`.
+
+    Returns `out [T, H, value_width]` float32 and the natural-log LSE `[T, H]` float32. A token with count 0 gives
+    exactly 0 and −inf. Entries of `rows` past the count may hold anything; what lies in the pool there is not read.
+    """
+
+    def some(q, rows, count):
+        return _attend(q, pool, layer, rows, count, value_width, scale)
+
+    tile = _tile(rows.shape, pool)
+    if tile == rows.shape[0]:
+        return some(q, rows, count)
+
+    def cut(x):
+        return x.reshape(-1, tile, *x.shape[1:])
+
+    out, lse = jax.lax.map(lambda args: some(*args), (cut(q), cut(rows), cut(count)))
+    return out.reshape(-1, *out.shape[2:]), lse.reshape(-1, lse.shape[-1])
+
+
+def _tile(shape: tuple[int, int], pool: jax.Array) -> int:
+    """Tokens a tile: the largest divisor of T whose gathered rows fit."""
+    tokens, width = shape
+    most = max(1, _TILE_BYTES // (width * pool.shape[-1] * pool.dtype.itemsize))
+    return tokens if tokens <= most else math.gcd(tokens, 1 << (most.bit_length() - 1))
+
+
+def _attend(q, pool, layer, rows, count, value_width, scale):
+    valid = jnp.arange(rows.shape[1])[None, :] < count[:, None]
+    keys = pool[layer, jnp.where(valid, rows, 0)].astype(q.dtype)
+    # Rows that are not selected may hold anything, NaN included.
+    keys = jnp.where(valid[..., None], keys, 0)
+    highest = jax.lax.Precision.HIGHEST
+    score = jnp.einsum("thw,tkw->thk", q, keys, precision=highest, preferred_element_type=jnp.float32) * scale
+    score = jnp.where(valid[:, None, :], score, -jnp.inf)
+    top = jnp.max(score, axis=-1, keepdims=True)
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    weight = jnp.exp(score - top)
+    mass = jnp.sum(weight, axis=-1)
+    empty = mass == 0
+    safe = jnp.where(empty, 1.0, mass)
+    out = jnp.einsum(
+        "thk,tkl->thl",
+        (weight / safe[..., None]).astype(q.dtype),
+        keys[..., :value_width],
+        precision=highest,
+        preferred_element_type=jnp.float32,
+    )
+    return out, jnp.where(empty, -jnp.inf, top[..., 0] + jnp.log(safe))
