@@ -1,0 +1,42 @@
+"""What every test needs before it imports anything that touches JAX: eight CPU devices and a compile cache.
+
+Tests marked `gpu` see the machine's own devices instead, in a run of their own: `pytest -m gpu`.
+"""
+
+import hashlib
+import pathlib
+import platform
+
+import hypothesis
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+# The same examples in every run. `--hypothesis-profile=explore` looks for new ones.
+hypothesis.settings.register_profile("same", derandomize=True, max_examples=50, deadline=None, database=None)
+hypothesis.settings.register_profile("explore", max_examples=500, deadline=None)
+hypothesis.settings.load_profile("same")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr != "gpu":
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 8)
+    # Compiled code is only good for the processor it was compiled for, and the folder may be on a shared disk.
+    cache = ROOT / ".cache" / "jax" / hashlib.sha256(_processor().encode()).hexdigest()[:12]
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def _processor() -> str:
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
+
+
+@pytest.fixture
+def data() -> pathlib.Path:
+    """Folder of the files that tests read."""
+    return ROOT / "tests" / "data"
