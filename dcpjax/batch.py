@@ -3,6 +3,8 @@
 import jax
 from flax import struct
 
+from dcpjax.sampling import SamplingRows, VocabState
+
 
 @struct.dataclass
 class ForwardBatch:
@@ -23,3 +25,31 @@ class ForwardBatch:
     write_slots: jax.Array
     row_of: jax.Array
     pages: jax.Array
+
+
+@struct.dataclass
+class RowState:
+    """What the device knows of each of R running requests; donated from step to step.
+
+    kv_len: `[R]` int32 tokens whose cache rows are valid: where the next query starts.
+    last_token: `[R]` int32 newest sampled token, the first query token of a decode row.
+    limit: `[R]` int32 tokens at most; no slot at or past it is written or seen.
+    sampling: parameters of the rows, `[R]` each.
+    vocab: penalty counts and biases, `[R, V]` each.
+    """
+
+    kv_len: jax.Array
+    last_token: jax.Array
+    limit: jax.Array
+    sampling: SamplingRows
+    vocab: VocabState
+
+
+@struct.dataclass
+class StepOutput:
+    """tokens `[B, k + 1]` int32 and accepted `[B]` int32 go to the host; logits `[B·(k + 1), V]` float32 stay on the
+    device, for the requests that ask for log-probabilities."""
+
+    tokens: jax.Array
+    accepted: jax.Array
+    logits: jax.Array

@@ -1,0 +1,300 @@
+"""`LLM`: load a model, generate, and look inside; what notebooks and tests use."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from dcpjax import build
+from dcpjax.engine import EngineCore
+from dcpjax.errors import CacheFullError, ConfigError, RequestError
+from dcpjax.host.request import Request, SamplingParams, Times, TokenLogprobs
+from dcpjax.text import TextStream, Tokenizer
+from dcpjax.trace import Draft, Trace, Tracer
+from models.config import ModelConfig
+from models.params import Params
+
+TINY = pathlib.Path(__file__).resolve().parent.parent / "models" / "tiny"
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionOutput:
+    """One choice. finish_reason: "stop", "length" or "abort"; logprobs: one entry a token, or None."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: list[TokenLogprobs] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """One prompt's choices. `metrics` are the first choice's times in seconds of a monotonic clock."""
+
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    outputs: list[CompletionOutput]
+    metrics: Times
+
+
+class LLM:
+    """An engine on this process's devices.
+
+    model: a checkpoint folder; None is the embedded tiny model. tokenizer: a folder with tokenizer.json (default: the
+    model's; a folder without one works with token ids, and `text` is ''). tensor_parallel_size: devices (default: the
+    dcp size). decode_context_parallel_size: how many of them deal the tokens out among themselves.
+    cp_kv_cache_interleave_size: tokens in a turn. dcp_comm_backend: "ag_rs", "a2a" or "psum". index_shards: 1 or the dcp
+    size (default). block_size: tokens of a logical page, the same at every dcp. num_blocks: pages, block 0 included
+    (default: what memory holds). max_model_len: default the smaller of the model's positions and the pool.
+    max_num_seqs: requests at a time (16 on CPU, else 128). max_num_batched_tokens: tokens of a step (512 on CPU, else
+    2048). dtype: "auto" is float32 on CPU, else bfloat16. kv_cache_dtype: "auto" is the same. enable_prefix_caching: no
+    effect yet, prefixes are computed anew. speculative_config: {"method": "mtp", "num_speculative_tokens": 0, "draft_kv":
+    "sharded" or "replicated"}; drafts are not used for generation yet. overlap: dispatch a step before reading the last
+    one. seed: of requests without one. hf_overrides: laid over config.json.
+    Raises `ConfigError` or `CheckpointError`.
+    """
+
+    def __init__(
+        self,
+        model: str | pathlib.Path | None = None,
+        *,
+        tokenizer: str | pathlib.Path | None = None,
+        chat_template: str | None = None,
+        tensor_parallel_size: int | None = None,
+        decode_context_parallel_size: int = 1,
+        cp_kv_cache_interleave_size: int = 1,
+        dcp_comm_backend: str = "ag_rs",
+        index_shards: int | None = None,
+        block_size: int = 64,
+        num_blocks: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
+        kv_cache_memory_bytes: int | None = None,
+        enable_prefix_caching: bool = True,
+        speculative_config: dict[str, Any] | None = None,
+        overlap: bool = True,
+        seed: int = 0,
+        hf_overrides: dict[str, Any] | None = None,
+    ):
+        folder = TINY if model is None else pathlib.Path(model)
+        if not folder.is_dir():
+            raise ConfigError(f"model {str(model)!r} is not a folder; give a folder with config.json and safetensors")
+        config = build.EngineConfig(
+            tensor_parallel_size=tensor_parallel_size,
+            decode_context_parallel_size=decode_context_parallel_size,
+            interleave=cp_kv_cache_interleave_size,
+            backend=dcp_comm_backend,
+            index_shards=index_shards,
+            draft_kv=_draft_kv(speculative_config),
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+        )
+        self.name = "tiny" if model is None else folder.resolve().name
+        self.tokenizer = _load_tokenizer(folder, tokenizer, chat_template)
+        self.generation_defaults = _generation_defaults(folder)
+        build.start_devices(tensor_parallel_size, decode_context_parallel_size)
+        build.keep_compiled_programs()
+        self.runner = build.build_runner(folder, config, hf_overrides)
+        self.engine = EngineCore(self.runner, eos_token_ids=self.config.eos_token_ids, overlap=overlap, seed=seed)
+        self._tracer = Tracer(self.runner)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.runner.net.cfg
+
+    @property
+    def max_model_len(self) -> int:
+        return self.runner.max_model_len
+
+    @property
+    def params(self) -> Params:
+        """The weights, padded and sharded; a pytree of few stacked leaves."""
+        return self.runner.params
+
+    def set_params(self, params: Params) -> None:
+        """Replaces the weights. Raises `ConfigError` unless shapes and dtypes are those of `params`."""
+
+        def form(tree):
+            return jax.tree.map(lambda x: (x.shape, x.dtype.name), tree)
+
+        if form(params) != form(self.runner.params):
+            raise ConfigError("set_params needs the tree, shapes and dtypes of LLM.params; change leaves by .replace")
+        self.runner.params = jax.tree.map(
+            lambda new, old: jax.device_put(new, old.sharding), params, self.runner.params
+        )
+
+    def warm_up(self, progress=lambda done, total: None) -> None:
+        """Compiles every step shape ahead; `progress(done, total)` is called after each."""
+        self.runner.warm_up(progress)
+
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None, choice: int = 0
+    ) -> Request:
+        """Queues one choice of a prompt of token ids in the engine, with its text. Raises `RequestError`."""
+        text = None
+        if self.tokenizer is not None:
+            text = TextStream(self.tokenizer, params, prompt[-4:])
+        elif params.stop:
+            raise RequestError("stop: this model has no tokenizer, so stop strings cannot be found; use stop_token_ids")
+        return self.engine.add(prompt, params, request_id=request_id, choice=choice, text=text)
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes one prompt (a text or a flat list of ids) or several. Raises `RequestError`, then nothing runs."""
+        ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        params = self._as_params(sampling_params, len(ids))
+        requests: list[list[Request]] = []
+        try:
+            for prompt, wanted in zip(ids, params, strict=True):
+                requests.append([])
+                for choice in range(wanted.n):
+                    requests[-1].append(self.add(prompt, wanted, choice=choice))
+            while any(request.status != "finished" for choices in requests for request in choices):
+                self.engine.step()
+        except BaseException:
+            for choices in requests:
+                for request in choices:
+                    self.engine.abort(request.id)
+            raise
+        return [_output(choices) for choices in requests]
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None, **template: Any
+    ) -> list[RequestOutput]:
+        """Answers one conversation, rendered with the model's chat template; `template` goes to it as it is."""
+        if self.tokenizer is None:
+            raise RequestError("messages: this model has no tokenizer; use generate with token ids")
+        prompt = self.tokenizer.encode_chat(self.tokenizer.apply_chat_template(messages, **template))
+        return self.generate(prompt, sampling_params)
+
+    def trace(self, token_ids: Sequence[int], next_token: int | None = None) -> Trace:
+        """Activations of one sequence, from the paged, sharded path; with `next_token`, of the draft too."""
+        ids = self._check_ids("token_ids", token_ids)
+        if next_token is not None:
+            self._check_ids("next_token", [next_token])
+        pages = self._borrow(len(ids) + (next_token is not None))
+        try:
+            return self._tracer.trace(ids, None if next_token is None else int(next_token), pages)
+        finally:
+            self._give_back(pages)
+
+    def draft(self, token_ids: Sequence[int], k: int) -> Draft:
+        """The target's greedy next token, then k recursive greedy drafts."""
+        ids = self._check_ids("token_ids", token_ids)
+        if not self.config.has_mtp:
+            raise ConfigError("this checkpoint has no MTP layer, so it cannot draft")
+        pages = self._borrow(len(ids) + k)
+        try:
+            return self._tracer.draft(ids, k, pages)
+        finally:
+            self._give_back(pages)
+
+    def _borrow(self, num_tokens: int) -> list[int]:
+        if num_tokens > self.max_model_len:
+            raise RequestError(f"token_ids: {num_tokens} tokens are more than max_model_len {self.max_model_len}")
+        needed, pool = self._tracer.num_pages(num_tokens), self.engine.scheduler.pool
+        pages = pool.take(needed)
+        if pages is None:
+            raise CacheFullError(f"a trace needs {needed} blocks, {pool.num_free} are free: wait for requests to end")
+        return pages
+
+    def _give_back(self, pages: list[int]) -> None:
+        scheduler = self.engine.scheduler
+        scheduler.pool.retire(pages, scheduler.epoch)
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        if self.tokenizer is None:
+            raise RequestError("prompts: this model has no tokenizer; give token ids")
+        return self.tokenizer.encode(prompt)
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> list[int]:
+        ids = [int(token) for token in ids]
+        if not ids or not all(0 <= token < self.config.vocab_size for token in ids):
+            raise RequestError(f"{name}: give at least one id, each below the vocabulary of {self.config.vocab_size}")
+        return ids
+
+    def _as_params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or SamplingParams()] * count
+        if len(given) != count:
+            raise RequestError(f"sampling_params: got {len(given)} for {count} prompts; give one, or one for each")
+        return list(given)
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and not isinstance(prompts[0], str | Sequence) and not _is_array(prompts[0]):
+        return [prompts]
+    return prompts
+
+
+def _is_array(x: Any) -> bool:
+    return getattr(x, "ndim", 0) > 0
+
+
+def _output(choices: list[Request]) -> RequestOutput:
+    return RequestOutput(
+        prompt_token_ids=choices[0].prompt,
+        num_cached_tokens=choices[0].cached_tokens,
+        outputs=[
+            CompletionOutput(
+                index=request.choice,
+                text=request.text.text if request.text is not None else "",
+                token_ids=request.output,
+                finish_reason=request.finish_reason,
+                stop_reason=request.stop_reason,
+                logprobs=request.logprobs if request.params.logprobs is not None else None,
+            )
+            for request in choices
+        ],
+        metrics=choices[0].metrics,
+    )
+
+
+def _draft_kv(config: dict[str, Any] | None) -> str:
+    config = config or {}
+    unknown = set(config) - {"method", "num_speculative_tokens", "draft_kv"}
+    if unknown:
+        raise ConfigError(f"speculative_config: unknown keys {sorted(unknown)}; allowed: method, draft_kv")
+    if config.get("method", "mtp") != "mtp":
+        raise ConfigError(f"speculative_config: method {config['method']!r} is not known; use 'mtp'")
+    if config.get("num_speculative_tokens", 0) != 0:
+        raise ConfigError("speculative_config: generation does not use drafts yet; num_speculative_tokens must be 0")
+    return config.get("draft_kv", "sharded")
+
+
+def _load_tokenizer(folder: pathlib.Path, given: str | pathlib.Path | None, template: str | None) -> Tokenizer | None:
+    if given is None and not (folder / "tokenizer.json").is_file():
+        return None
+    return Tokenizer.load(folder if given is None else given, template)
+
+
+def _generation_defaults(folder: pathlib.Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None

@@ -1,0 +1,232 @@
+"""The jit boundary: pools and row state on the device, one compiled step per shape, plans in and tokens out."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from dcpjax import step as steps
+from dcpjax.batch import StepOutput
+from dcpjax.cache import PagedCache
+from dcpjax.errors import RequestError
+from dcpjax.host.plan import RowLogprobs, StepPlan, StepResult
+from dcpjax.host.request import Request
+from dcpjax.sampling import logprobs
+from dcpjax.step import MAX_STOP_IDS, StepShape
+from models.glm_moe_dsa import Network
+from models.params import Params
+
+# Requests that ask for at most this many share one program; more compiles the whole vocabulary.
+FEW_LOGPROBS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What one step may hold; what the scheduler plans with."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Shapes that are compiled: decode steps by rows, steps with prompt chunks by tokens (all row slots)."""
+
+    limits: Limits
+    page_tokens: int
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Widths of the block tables: the longest sequence and quarters of it, down to 8."""
+        most = -(-self.limits.max_model_len // self.page_tokens)
+        widths = [most]
+        while widths[-1] > 8 and len(widths) < 3:
+            widths.append(-(-widths[-1] // 4))
+        return tuple(reversed(widths))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return _powers(1, self.limits.max_num_seqs, 4)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return _powers(min(64, self.limits.max_num_batched_tokens), self.limits.max_num_batched_tokens, 8)
+
+    @property
+    def shapes(self) -> tuple[StepShape, ...]:
+        """Every shape a plan can need."""
+        decode = [StepShape(b, b, p) for b in self.rows for p in self.pages]
+        chunks = [StepShape(t, b, p) for t in self.tokens for b in self._chunk_rows for p in self.pages]
+        return tuple(sorted(set(decode + chunks)))
+
+    @property
+    def _chunk_rows(self) -> tuple[int, ...]:
+        """A single prompt is the common case and must not pay for the tables of all rows."""
+        return tuple(sorted({1, self.limits.max_num_seqs}))
+
+    def fit(self, plan: StepPlan) -> StepShape:
+        """The smallest compiled shape that holds the plan."""
+        num_rows, pages = len(plan.rows), max(len(row.pages) for row in plan.rows)
+        width = next(p for p in self.pages if p >= pages)
+        if all(row.tokens is None for row in plan.rows):
+            rows = next(b for b in self.rows if b >= num_rows)
+            return StepShape(rows, rows, width)
+        rows = next(b for b in self._chunk_rows if b >= num_rows)
+        return StepShape(next(t for t in self.tokens if t >= plan.num_tokens), rows, width)
+
+
+def _powers(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """first, first·factor, … and last."""
+    steps_up = range(math.ceil(math.log(last / first, factor)) if last > first else 0)
+    return tuple(sorted({*(first * factor**i for i in steps_up), last}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """A dispatched step. `fetch` waits for it; until then the host goes on."""
+
+    output: StepOutput
+    scores: tuple[jax.Array, ...] | None
+
+    def fetch(self) -> StepResult:
+        tokens, accepted = np.asarray(self.output.tokens), np.asarray(self.output.accepted)
+        if self.scores is None:
+            return StepResult(tokens, accepted)
+        chosen, values, ids, rank = (np.asarray(x) for x in self.scores)
+        form = (*tokens.shape, -1)
+        return StepResult(
+            tokens,
+            accepted,
+            RowLogprobs(chosen.reshape(form[:2]), ids.reshape(form), values.reshape(form), rank.reshape(form[:2])),
+        )
+
+
+class Runner:
+    """Owns what lives on the device and is changed by steps: the target's cache, the draft's, and the row state."""
+
+    def __init__(
+        self, net: Network, params: Params, cache: PagedCache, draft_cache: PagedCache | None, limits: Limits,
+        eos_ids: tuple[int, ...],
+    ):  # fmt: skip
+        self.net, self.params = net, params
+        self.cache, self.draft_cache = cache, draft_cache
+        self.limits, self.eos_ids = limits, eos_ids
+        self.buckets = Buckets(limits, self.page_tokens)
+        whole = net.plan.sharding()
+        vocab = net.plan.pad(net.cfg.vocab_size)
+        self.state = jax.jit(lambda: steps.empty_state(limits.max_num_seqs, vocab), out_shardings=whole)()
+        # What goes round must come out as it went in, or the second call of a shape would compile again.
+        pools = jax.tree.map(lambda x: x.sharding, cache)
+        self._step = jax.jit(
+            steps.step,
+            static_argnames=("shape", "net"),
+            donate_argnames=("cache", "state"),
+            out_shardings=(pools, whole, whole),
+        )
+        self._seed_vocab = jax.jit(steps.seed_vocab, donate_argnames=("state",), out_shardings=whole)
+        self._logprobs = jax.jit(logprobs, static_argnames=("vocab_size", "num"))
+
+    @property
+    def num_pages(self) -> int:
+        return self.cache.latent.layout.num_pages
+
+    @property
+    def page_tokens(self) -> int:
+        return self.cache.latent.layout.page_tokens
+
+    @property
+    def max_model_len(self) -> int:
+        return self.limits.max_model_len
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.limits.max_num_seqs
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        return self.limits.max_num_batched_tokens
+
+    @property
+    def num_drafts(self) -> int:
+        return 0
+
+    @property
+    def num_compiled(self) -> int:
+        """Step programs compiled so far; constant after `warm_up`."""
+        return self._step._cache_size()
+
+    def check(self, request: Request) -> None:
+        """Refuses what a step cannot hold, before the request is queued. Raises `RequestError`."""
+        size = self.net.cfg.vocab_size
+        ids = steps.stop_ids(request, self.eos_ids)
+        if len(ids) > MAX_STOP_IDS:
+            raise RequestError(f"stop_token_ids: {len(ids)} ids with the model's own, at most {MAX_STOP_IDS} fit")
+        for name, given in (
+            ("prompt", request.prompt),
+            ("stop_token_ids", request.params.stop_token_ids),
+            ("logit_bias", request.params.logit_bias or ()),
+        ):
+            bad = [i for i in given if not 0 <= i < size]
+            if bad:
+                raise RequestError(f"{name}: token id {bad[0]} is not in the vocabulary of {size} ids")
+        wanted = request.params.logprobs
+        if wanted is not None and wanted > size:
+            raise RequestError(f"logprobs: got {wanted}, the vocabulary has {size} ids; use -1 for all")
+
+    def dispatch(self, plan: StepPlan) -> Pending:
+        """Starts one step and returns at once."""
+        for planned in plan.rows:
+            if planned.new and steps.uses_vocab(planned.request):
+                self._seed(planned.row, planned.request)
+        output = self._run(plan, self.buckets.fit(plan))
+        scores = None
+        wanted = [row.request.params.logprobs for row in plan.rows if row.emit]
+        if any(n is not None for n in wanted):
+            size = self.net.cfg.vocab_size
+            most = max(size if n == -1 else n or 0 for n in wanted)
+            num = min(FEW_LOGPROBS, size) if most <= FEW_LOGPROBS else size
+            scores = self._logprobs(output.logits, output.tokens.reshape(-1), size, num)
+        for array in (output.tokens, output.accepted, *(scores or ())):
+            array.copy_to_host_async()
+        return Pending(output, scores)
+
+    def _run(self, plan: StepPlan, shape: StepShape) -> StepOutput:
+        packed = steps.pack(plan, shape, self.limits.max_num_seqs, self.eos_ids)
+        self.cache, self.state, output = self._step(
+            self.params, self.cache, self.state, packed, shape=shape, net=self.net
+        )
+        return output
+
+    def _seed(self, row: int, request: Request) -> None:
+        """Counts and biases of a request with penalties; again after pre-emption, from all it has generated."""
+        vocab = self.net.plan.pad(self.net.cfg.vocab_size)
+        counts = np.bincount(request.output, minlength=vocab).astype(np.int32)
+        seen = np.zeros(vocab, bool)
+        seen[request.prompt] = True
+        bias = np.zeros(vocab, np.float32)
+        for token, value in (request.params.logit_bias or {}).items():
+            bias[token] = value
+        self.state = self._seed_vocab(self.state, np.int32(row), counts, seen, bias)
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compiles every shape by running it with nothing but padding, and the side programs."""
+        shapes = self.buckets.shapes
+        progress(0, len(shapes))
+        for done, shape in enumerate(shapes, 1):
+            output = self._run(StepPlan(rows=(), epoch=0), shape)
+            size = self.net.cfg.vocab_size
+            self._logprobs(output.logits, output.tokens.reshape(-1), size, min(FEW_LOGPROBS, size))
+            jax.block_until_ready(output)
+            progress(done, len(shapes))
+        zero = np.zeros(self.net.plan.pad(self.net.cfg.vocab_size), np.int32)
+        self.state = self._seed_vocab(self.state, np.int32(0), zero, zero > 0, zero.astype(np.float32))
+
+    def places(self, pages: list[int], slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Page and column `[S]` each of a request's slots in the target pools' arrays, for reading rows out."""
+        layout = self.cache.latent.layout
+        place = np.asarray(pages)[slots // layout.page_tokens] * layout.page_tokens + slots % layout.page_tokens
+        column = layout.owner(place) * layout.page_rows + layout.row(place) % layout.page_rows
+        return place // layout.page_tokens, column
