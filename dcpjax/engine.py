@@ -1,0 +1,324 @@
+"""`EngineCore`: requests in, tokens out. It owns the scheduler and hands steps to the runner.
+
+The overlapped loop is one line deep: dispatch the next step, then read the one before, so that the host's work hides
+behind the device's. The plain loop makes the same calls in the other order and gives the same tokens. No thread is
+started here, and none but one may call in.
+"""
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from dcpjax.errors import CacheFullError, RequestError
+from dcpjax.host.plan import StepPlan, StepResult
+from dcpjax.host.request import FinishReason, Request, SamplingParams, Text, Times, TokenLogprobs
+from dcpjax.scheduler import Scheduler
+
+
+class Pending(Protocol):
+    """A dispatched step."""
+
+    def fetch(self) -> StepResult:
+        """Waits for the step's output."""
+        ...
+
+
+class Runner(Protocol):
+    """What runs a plan. Steps run in the order of dispatch."""
+
+    num_pages: int  # the dummy page included
+    page_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_drafts: int
+
+    def dispatch(self, plan: StepPlan) -> Pending:
+        """Starts a step and does not wait for it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What a step brought to one request: new tokens, the final end-of-text or stop id included."""
+
+    request: Request
+    token_ids: list[int]
+    finished: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """Counters since the start, and the state now.
+
+    running, waiting: requests now. page_usage: used pages over all, 0…1. steps: dispatched. step_prompt_tokens,
+    step_decode_tokens: query tokens of the newest step, drafts included. preemptions, prompt_tokens (once per request,
+    when its first chunk is scheduled), generated_tokens: sums. finished: requests by reason. num_drafts: decode rows
+    that verified drafts; draft_tokens and accepted_tokens: drafts verified and accepted in them; accepted_per_position:
+    accepted drafts by place, `[k]`.
+    """
+
+    running: int
+    waiting: int
+    page_usage: float
+    steps: int
+    step_prompt_tokens: int
+    step_decode_tokens: int
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+    finished: dict[FinishReason, int]
+    num_drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+
+class EngineCore:
+    """The loop over a runner.
+
+    eos_token_ids: ids that end a text unless the request ignores them. overlap: whether `step` dispatches before it
+    reads. seed: what the seeds of requests without one are drawn from. clock: seconds, for `Request.metrics`. lookup:
+    see `Scheduler`.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        eos_token_ids: Collection[int],
+        overlap: bool = True,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        lookup: Callable[[Request], Sequence[int]] = lambda request: (),
+    ):
+        self.scheduler = Scheduler(
+            num_pages=runner.num_pages,
+            page_tokens=runner.page_tokens,
+            max_model_len=runner.max_model_len,
+            max_num_seqs=runner.max_num_seqs,
+            max_num_batched_tokens=runner.max_num_batched_tokens,
+            num_drafts=runner.num_drafts,
+            lookup=lookup,
+        )
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.overlap = overlap
+        self._runner = runner
+        self._seed = seed
+        self._clock = clock
+        self._requests: dict[str, Request] = {}
+        self._inflight: tuple[StepPlan, Pending] | None = None
+        self._num_added = 0
+        self._num_prompts = 0  # prompts added; the choices of one share its number
+        self._step_tokens = (0, 0)
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0}
+        self._accepted = [0] * (runner.num_drafts + 1)  # decode rows by number of drafts accepted
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        choice: int = 0,
+        text: Text | None = None,
+    ) -> Request:
+        """Queues one choice of a prompt of token ids. Raises `RequestError` if it can never run.
+
+        request_id: must not be that of a live request; None makes one. choice: 0 … n − 1. The caller adds the choices
+        of one prompt one after the other, from 0 on: those of a prompt without a seed then share the one drawn for it.
+        text: is shown every token of the text, and may end it at a stop string.
+        """
+        prompt = [int(token) for token in prompt]
+        if not 0 <= choice < params.n:
+            raise RequestError(f"choice: got {choice}, it must be at least 0 and below n = {params.n}")
+        if request_id is not None and request_id in self._requests:
+            raise RequestError(f"request_id: {request_id!r:.200} belongs to a request that is not finished")
+        most = self._runner.max_model_len
+        limit = most if params.max_tokens is None else min(len(prompt) + params.max_tokens, most)
+        first = self._num_prompts + (choice == 0)
+        request = Request(
+            id=f"request-{self._num_added}" if request_id is None else request_id,
+            prompt=prompt,
+            params=params,
+            limit=limit,
+            seed=_draw(self._seed, first) if params.seed is None else _fold(params.seed),
+            choice=choice,
+            text=text,
+            metrics=Times(arrival=self._clock()),
+        )
+        self.scheduler.add(request)
+        self._num_prompts = first
+        self._num_added += 1
+        self._requests[request.id] = request
+        return request
+
+    def abort(self, request_id: str) -> Delta | None:
+        """Ends a request now, waiting or running; what steps in flight bring it is dropped. None: it is not live."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        self._finish(request, "abort", None)
+        return Delta(request, [], True)
+
+    def abort_all(self) -> list[Delta]:
+        """Ends every live request. A step in flight is still to be read: call `step` until `has_work` is false."""
+        return [self.abort(request_id) for request_id in tuple(self._requests)]
+
+    def drain(self) -> list[Delta]:
+        """Steps until nothing is left to do."""
+        deltas = []
+        while self.has_work:
+            deltas += self.step()
+        return deltas
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is live or a step in flight: whether `step` has something to do."""
+        return bool(self._requests) or self._inflight is not None
+
+    def step(self) -> list[Delta]:
+        """Dispatches the next step, then reads the one before. Without `overlap`: `step_sync`."""
+        if not self.overlap:
+            return self.step_sync()
+        previous, self._inflight = self._inflight, self._dispatch()
+        if previous is None and self._inflight is None:
+            self._assert_idle()
+        return self._absorb(previous)
+
+    def step_sync(self) -> list[Delta]:
+        """Reads a step in flight, if there is one, then dispatches the next and waits for it. The same tokens."""
+        previous, self._inflight = self._inflight, None
+        deltas = self._absorb(previous)
+        now = self._dispatch()
+        if now is None:
+            self._assert_idle()
+        return deltas + self._absorb(now)
+
+    @property
+    def stats(self) -> EngineStats:
+        pool = self.scheduler.pool
+        k = self._runner.num_drafts
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            page_usage=pool.num_used / pool.capacity,
+            steps=self.scheduler.epoch,
+            step_prompt_tokens=self._step_tokens[0],
+            step_decode_tokens=self._step_tokens[1],
+            preemptions=self.scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            finished=dict(self._finished),
+            num_drafts=sum(self._accepted) if k else 0,
+            draft_tokens=sum(self._accepted) * k,
+            accepted_tokens=sum(count * rows for count, rows in enumerate(self._accepted)),
+            accepted_per_position=tuple(sum(self._accepted[place + 1 :]) for place in range(k)),
+        )
+
+    def _dispatch(self) -> tuple[StepPlan, Pending] | None:
+        plan = self.scheduler.plan()
+        if plan is None:
+            return None
+        now = self._clock()
+        for row in plan.rows:
+            if row.request.metrics.first_scheduled is None:
+                row.request.metrics.first_scheduled = now
+                self._prompt_tokens += len(row.request.prompt)
+        decode = sum(row.num_tokens for row in plan.rows if row.tokens is None)
+        self._step_tokens = (plan.num_tokens - decode, decode)
+        return plan, self._runner.dispatch(plan)
+
+    def _assert_idle(self) -> None:
+        """Nothing is in flight and nothing could be planned: then nobody may be waiting, or they would for ever."""
+        if self._requests:
+            pool = self.scheduler.pool
+            raise CacheFullError(
+                f"{len(self._requests)} requests can not go on: {pool.num_free} of {pool.capacity} pages are free and no "
+                "step is in flight. This is a fault of the scheduler; please report it."
+            )
+
+    def _absorb(self, step: tuple[StepPlan, Pending] | None) -> list[Delta]:
+        if step is None:
+            return []
+        plan, pending = step
+        result = pending.fetch()
+        self.scheduler.settle(plan.epoch)
+        now = self._clock()
+        deltas = []
+        for i, row in enumerate(plan.rows):
+            accepted = int(result.accepted[i])
+            self.scheduler.absorb(row, accepted)
+            request = row.request
+            if not row.emit or request.status == "finished":
+                continue
+            if accepted < 1:
+                raise RuntimeError(f"step {plan.epoch} brought no token to {request.id}, which is not finished")
+            if row.tokens is None:
+                self._accepted[accepted - 1] += 1
+            before = len(request.output)
+            for j in range(accepted):
+                self._append(request, result, i, j)
+                if request.status == "finished":
+                    break  # what was sampled after the end is nobody's
+            if request.metrics.first_token is None:
+                request.metrics.first_token = now
+            deltas.append(Delta(request, request.output[before:], request.status == "finished"))
+        return deltas
+
+    def _append(self, request: Request, result: StepResult, i: int, j: int) -> None:
+        """Takes token j of row i, and finishes the request if it is the last."""
+        token, params = int(result.tokens[i, j]), request.params
+        request.output.append(token)
+        self._generated_tokens += 1
+        if params.logprobs is not None:
+            request.logprobs.append(_token_logprobs(result, i, j, params.logprobs))
+        # The device samples no end before min_tokens; one that comes all the same is a token like others.
+        if len(request.output) > params.min_tokens:
+            if token in self.eos_token_ids and not params.ignore_eos:
+                return self._finish(request, "stop", None)
+            if token in params.stop_token_ids:
+                return self._finish(request, "stop", token)
+        if request.text is not None:
+            request.text.push(token)
+            if request.text.stop_hit is not None:
+                return self._finish(request, "stop", request.text.stop_hit)
+        if request.num_tokens >= request.limit:
+            return self._finish(request, "length", None)
+        return None
+
+    def _finish(self, request: Request, reason: FinishReason, stop: int | str | None) -> None:
+        self.scheduler.finish(request)
+        request.finish_reason, request.stop_reason = reason, stop
+        request.metrics.finished = self._clock()
+        if request.text is not None:
+            request.text.finish()  # shows what was held back
+        self._finished[reason] += 1
+        del self._requests[request.id]
+
+
+def _token_logprobs(result: StepResult, i: int, j: int, n: int) -> TokenLogprobs:
+    logprobs = result.logprobs
+    end = None if n == -1 else n
+    # Copied: a view would keep the whole step's arrays for as long as the request lives.
+    return TokenLogprobs(
+        chosen=float(logprobs.chosen[i, j]),
+        rank=int(logprobs.rank[i, j]),
+        ids=logprobs.ids[i, j, :end].copy(),
+        values=logprobs.values[i, j, :end].copy(),
+    )
+
+
+def _draw(engine_seed: int, number: int) -> int:
+    """The uint32 seed of prompt `number`: the same on every host process."""
+    return int.from_bytes(hashlib.sha256(f"{engine_seed}:{number}".encode()).digest()[:4])
+
+
+def _fold(seed: int) -> int:
+    """An int64 as uint32; small ones stay as they are."""
+    seed = int(seed) % 2**64
+    return (seed ^ (seed >> 32)) % 2**32

@@ -1,0 +1,105 @@
+"""The pool of pages: who may write which page, counted in whole logical pages.
+
+One id names the same page in every cache array on every rank, so one pool serves target and draft, latent rows and
+index keys. A page is *used* (held by tables, or given back while a step that may write it is in flight) or *free*.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+
+from dcpjax.errors import ConfigError
+
+
+class PagePool:
+    """Pages 1 … num_pages − 1; page 0 is the dummy that absorbs padding and is never given out.
+
+    Every operation is O(1) per page, and order is fixed: the same calls give the same ids on every host process.
+    Steps are numbered by *epochs*, 1, 2, …: `retire` names the newest step that may still write a page, and the page is
+    free once `settle` says that this step's output was read.
+    """
+
+    def __init__(self, num_pages: int):
+        if num_pages < 2:
+            raise ConfigError(f"num_pages: got {num_pages}, at least 2 are needed, the dummy page and one to write to")
+        self.num_pages = num_pages
+        self._refs = [0] * num_pages
+        # Taken from the front, given back at the back: the page unused for longest goes first. Ordered by a linked
+        # list, so that one in the middle can leave when a later request shares it.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
+        self._retiring: deque[tuple[int, list[int]]] = deque()
+        self._num_retiring = 0
+        self._settled = 0
+
+    @property
+    def capacity(self) -> int:
+        """Pages that can be held at once."""
+        return self.num_pages - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.capacity - len(self._free)
+
+    @property
+    def num_retiring(self) -> int:
+        """References that end once the steps in flight are read; at most so many pages come free then."""
+        return self._num_retiring
+
+    def take(self, n: int, *, share: Sequence[int] = (), leave: int = 0) -> list[int] | None:
+        """Takes `n` new pages and one more reference to each page of `share`; all of it, or None and no change.
+
+        `leave`: how many pages must be free afterwards. Shared pages that are free stop being so, and count; they are
+        referenced before new ones are taken, so none of them is handed out as new.
+        """
+        revived = sum(1 for page in share if self._refs[page] == 0)
+        if n + revived + leave > len(self._free):
+            return None
+        for page in share:
+            if self._refs[page] == 0:
+                del self._free[page]
+            self._refs[page] += 1
+        taken = [self._free.popitem(last=False)[0] for _ in range(n)]
+        for page in taken:
+            self._refs[page] = 1
+        return taken
+
+    def retire(self, pages: Sequence[int], epoch: int) -> None:
+        """Ends one reference to each of `pages`, at once if step `epoch` is settled, else when it is."""
+        if self._retiring and epoch < self._retiring[-1][0]:
+            raise ValueError(f"epoch: got {epoch}, older than {self._retiring[-1][0]} of pages retired before")
+        if epoch <= self._settled:
+            self._release(pages)
+        elif pages:
+            self._retiring.append((epoch, list(pages)))
+            self._num_retiring += len(pages)
+
+    def settle(self, epoch: int) -> None:
+        """The outputs of all steps up to `epoch` were read: nothing in flight can write what they held."""
+        self._settled = max(self._settled, epoch)
+        while self._retiring and self._retiring[0][0] <= self._settled:
+            _, pages = self._retiring.popleft()
+            self._num_retiring -= len(pages)
+            self._release(pages)
+
+    def _release(self, pages: Sequence[int]) -> None:
+        # Last page first: of one request the tail is reused before the head, which more prompts have in common.
+        for page in reversed(pages):
+            if not 0 < page < self.num_pages or self._refs[page] == 0:
+                raise ValueError(f"page {page} is given back by somebody who does not hold it")
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                self._free[page] = None
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Asserts that pages are conserved, given the page lists of all live requests. O(pages)."""
+        held = [0] * self.num_pages
+        for pages in (*tables, *(pages for _, pages in self._retiring)):
+            for page in pages:
+                held[page] += 1
+        assert held[0] == 0, "the dummy page is held"
+        assert held == self._refs, "references differ from the tables"
+        assert sorted(self._free) == [p for p in range(1, self.num_pages) if held[p] == 0], "free list differs"
+        assert self._num_retiring == sum(len(pages) for _, pages in self._retiring)

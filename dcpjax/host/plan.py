@@ -1,0 +1,73 @@
+"""What crosses between scheduler and runner: the plan of one step, and what comes back of it."""
+
+import dataclasses
+
+import numpy as np
+
+from dcpjax.host.request import Request
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRow:
+    """One request's part of a step: a chunk of tokens the host knows, or a decode row whose token is on the device.
+
+    row: its row slot on the device, 0 … max_num_seqs − 1; constant from admission to release.
+    num_tokens: query tokens; in a decode row always 1 + num_drafts.
+    start: position of the first one. Exact in a chunk. In a decode row the most it can be: the device knows the real
+        one, which is lower if drafts of a step in flight are rejected, and masks what would pass the request's limit.
+    tokens: a chunk's tokens; None in a decode row.
+    next_token: the known token right after a chunk, for the chunk's last draft row; −1 if there is none.
+    emit: whether a token is sampled: in decode rows, and in the chunk that ends the known tokens.
+    new: first chunk since admission: the runner resets the device row. Rows of tokens before `request.matched` are read
+        and not written.
+    pages: all pages of the request so far, enough for full acceptance; the same object until it grows.
+    """
+
+    request: Request
+    row: int
+    num_tokens: int
+    start: int
+    tokens: tuple[int, ...] | None
+    next_token: int
+    emit: bool
+    new: bool
+    pages: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """One step: decode rows first, then chunks. `epoch` numbers the dispatched steps: 1, 2, …"""
+
+    rows: tuple[PlannedRow, ...]
+    epoch: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLogprobs:
+    """Logprobs of the raw distribution, B rows, k drafts, the n best.
+
+    chosen `[B, k+1]` f32; rank `[B, k+1]` int32, 1: most likely; ids `[B, k+1, n]` int32 and values `[B, k+1, n]` f32,
+    best first.
+    """
+
+    chosen: np.ndarray
+    ids: np.ndarray
+    values: np.ndarray
+    rank: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What a step sampled, row i for `plan.rows[i]`; rows after those are padding.
+
+    tokens `[B, k+1]` int32, of which the first `accepted[i]` count; accepted `[B]` int32: 0 in a row that does not emit
+    and in one that had reached its limit, else 1 … k+1.
+    """
+
+    tokens: np.ndarray
+    accepted: np.ndarray
+    logprobs: RowLogprobs | None = None

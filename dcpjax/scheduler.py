@@ -1,0 +1,231 @@
+"""Who runs this step, with how many tokens and which pages.
+
+Requests stand in the order of arrival, running ones before waiting ones, and nobody overtakes: not for pages, not for
+a row, not at admission. So the oldest always gets on, and every request becomes the oldest.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from dcpjax.errors import ConfigError, RequestError
+from dcpjax.host.pages import PagePool
+from dcpjax.host.plan import PlannedRow, StepPlan
+from dcpjax.host.request import Request
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill and pre-emption by recompute.
+
+    num_pages: the pool, dummy page included. page_tokens: tokens of a logical page. max_num_seqs: row slots.
+    max_num_batched_tokens: query tokens of a step at most. num_drafts: k; a decode row has k + 1 tokens.
+    lookup: pages that hold a request's first tokens, whole pages only; they are shared with it on admission.
+    Raises `ConfigError` if the token budget cannot serve all row slots at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_tokens: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_drafts: int = 0,
+        lookup: Callable[[Request], Sequence[int]] = lambda request: (),
+    ):
+        # With this, while a prompt is being computed at most max_num_seqs − 1 rows decode, so a chunk always finds
+        # room for a token: no row can starve for the budget.
+        if max_num_batched_tokens < max_num_seqs * (num_drafts + 1):
+            raise ConfigError(
+                f"max_num_batched_tokens: got {max_num_batched_tokens}, but {max_num_seqs} rows (max_num_seqs) of "
+                f"{num_drafts + 1} tokens (1 + drafts) need {max_num_seqs * (num_drafts + 1)}: raise it, or lower "
+                "max_num_seqs"
+            )
+        self.pool = PagePool(num_pages)
+        self.page_tokens = page_tokens
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.num_drafts = num_drafts
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.epoch = 0  # the newest step planned; every plan is dispatched before the next one is made
+        self._lookup = lookup
+        # The lowest row first, so that few rows stay close together.
+        self._rows = list(range(max_num_seqs))
+        # Draft rows run ahead of the target's: the row of the last known token has the slot after the query, and with
+        # k drafts k − 1 provisional ones follow it.
+        self._look_ahead = max(1, num_drafts)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises `RequestError` if it could not run even alone."""
+        num_prompt, most = len(request.prompt), self.max_model_len
+        if num_prompt == 0:
+            raise RequestError("prompt: got no tokens, at least 1 is needed")
+        if num_prompt >= most:
+            wanted = request.params.max_tokens or 1
+            raise RequestError(
+                f"prompt: This model's maximum context length is {most} tokens. However, you requested "
+                f"{num_prompt + wanted} tokens ({num_prompt} in the messages, {wanted} in the completion). "
+                "Shorten the prompt."
+            )
+        pages = self._pages(request.limit)
+        if pages > self.pool.capacity:
+            raise RequestError(
+                f"max_tokens: the prompt's {num_prompt} tokens and up to {request.limit - num_prompt} new ones need "
+                f"{pages} pages of {self.page_tokens} tokens, but the KV cache has {self.pool.capacity}: shorten the "
+                "prompt or lower max_tokens"
+            )
+        self.waiting.append(request)
+
+    def plan(self) -> StepPlan | None:
+        """Plans the next step and counts it as dispatched; None if no row can run before a step in flight is read."""
+        plan: list[PlannedRow] = []
+        # Decode tokens are set aside first: a long prompt shares the rest and never stalls those who are speaking.
+        decodes = sum(request.decoding and not request.complete for request in self.running)
+        budget = self.max_num_batched_tokens - decodes * (self.num_drafts + 1)
+        short = False  # somebody waits for a page: nobody younger may take one
+        # In order of arrival, so that whoever is pre-empted, always the youngest, is not planned yet.
+        for request in tuple(self.running):
+            if request.status != "running" or request.complete:
+                continue
+            decoding = request.decoding
+            n = self.num_drafts + 1 if decoding else min(request.prefill - request.computed, budget)
+            if n == 0:
+                continue
+            if not self._grow(request, request.computed + n, may_preempt=not short):
+                short = True
+                continue
+            if not decoding:
+                budget -= n
+            plan.append(self._row(request, n))
+        while budget > 0 and not short and self._admit():
+            request = self.running[-1]
+            n = min(request.prefill - request.computed, budget)
+            budget -= n
+            plan.append(self._row(request, n, new=True))
+        if not plan:
+            return None
+        self.epoch += 1
+        plan.sort(key=lambda row: row.tokens is not None)  # stable: arrival order within each kind
+        return StepPlan(tuple(plan), self.epoch)
+
+    def absorb(self, row: PlannedRow, accepted: int) -> None:
+        """A step's output was read: drafts that were not accepted come off what the plans had assumed.
+
+        To be called before the row's tokens are appended. A request that was pre-empted or finished meanwhile only
+        loses the step: it has no positions, and cannot have new ones before all its steps are read.
+        """
+        request = row.request
+        request.inflight -= 1
+        request.promised -= row.emit
+        if row.tokens is None and request.status == "running":
+            request.computed -= row.num_tokens - accepted
+
+    def settle(self, epoch: int) -> None:
+        """All outputs of the steps up to `epoch` were read."""
+        self.pool.settle(epoch)
+
+    def finish(self, request: Request) -> None:
+        """Takes a request out, wherever it is; its pages come back when the newest step planned is settled."""
+        if request.status == "running":
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+        request.status = "finished"
+
+    def preempt(self, request: Request) -> None:
+        """Sends the youngest running request back to the front of the queue; it will compute its tokens anew."""
+        self._release(request)
+        request.status = "waiting"
+        self.waiting.appendleft(request)  # whoever waits arrived later
+        self.num_preemptions += 1
+
+    def check(self) -> None:
+        """Asserts every host invariant; for tests and for when the engine is idle."""
+        self.pool.check(request.pages for request in self.running)
+        rows = [request.row for request in self.running]
+        assert sorted([*rows, *self._rows]) == list(range(self.max_num_seqs)), "row slots are not conserved"
+        for request in (*self.running, *self.waiting):
+            request.check(self.num_drafts)
+            assert len(request.pages) <= self._pages(request.limit), request
+
+    def _pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens)
+
+    def _reach(self, request: Request, end: int) -> int:
+        """Pages needed once tokens up to position `end` are in the query; the limit caps what can be written."""
+        return self._pages(min(end + self._look_ahead, request.limit))
+
+    def _row(self, request: Request, n: int, new: bool = False) -> PlannedRow:
+        start, end = request.computed, request.computed + n
+        chunk = not request.decoding
+        row = PlannedRow(
+            request=request,
+            row=request.row,
+            num_tokens=n,
+            start=start,
+            tokens=request.known(start, end) if chunk else None,
+            next_token=request.known(end, end + 1)[0] if chunk and end < request.prefill else -1,
+            emit=end >= request.prefill,
+            new=new,
+            pages=request.table,
+        )
+        request.computed = end
+        request.inflight += 1
+        request.promised += row.emit
+        return row
+
+    def _grow(self, request: Request, end: int, may_preempt: bool) -> bool:
+        """Gives `request` the pages to reach `end`; False if it must wait for one."""
+        need = self._reach(request, end) - len(request.pages)
+        if need <= 0:
+            return True
+        if not may_preempt:
+            return False
+        # Pages already on their way back count: pre-empting more for them would only cost recomputation.
+        while self.pool.num_free + self.pool.num_retiring < need and self.running[-1] is not request:
+            self.preempt(self.running[-1])
+        taken = self.pool.take(need)
+        if taken is None:
+            return False
+        request.hold(taken)
+        return True
+
+    def _admit(self) -> bool:
+        """Moves the first waiting request to a row, with pages for all its known tokens; False if it must wait."""
+        # A pre-empted request waits for its steps in flight: their tokens are still its own, and must be known first.
+        if not self.waiting or not self._rows or self.waiting[0].inflight:
+            return False
+        request = self.waiting[0]
+        known = request.num_tokens
+        share = tuple(self._lookup(request))
+        # A free page for each running row that still grows, or the newcomer would soon be pre-empted for it. Nobody
+        # runs: nothing is kept back, so a request that fits the pool is always admitted alone.
+        growing = sum(len(other.pages) < self._pages(other.limit) for other in self.running)
+        taken = self.pool.take(self._reach(request, known) - len(share), share=share, leave=growing)
+        if taken is None:
+            return False
+        self.waiting.popleft()
+        self.running.append(request)
+        request.status = "running"
+        # A row slot given back while a step in flight still runs it may be used again at once: that step was dispatched
+        # earlier, the device runs steps in order, and the newcomer's first chunk resets the row's state. Outputs are
+        # matched to requests by their own plan, never by row slot.
+        request.row = heapq.heappop(self._rows)
+        request.hold((*share, *taken))
+        request.matched = len(share) * self.page_tokens
+        request.prefill = known
+        request.computed = max(request.matched - 1, 0)
+        if request.cached_tokens is None:
+            request.cached_tokens = min(request.matched, len(request.prompt) - 1)
+        return True
+
+    def _release(self, request: Request) -> None:
+        self.running.remove(request)
+        heapq.heappush(self._rows, request.row)
+        self.pool.retire(request.drop_pages(), self.epoch)
+        request.row = None
+        request.matched = request.prefill = request.computed = 0
