@@ -79,13 +79,19 @@ def _batch(tokens, start, length, pages, cache: PagedCache, shift: int) -> Forwa
     )
 
 
+def _compile(function, cache: PagedCache):
+    """Jitted with the cache donated and put back with its sharding, as the runner's step expects it."""
+    pools = jax.tree.map(lambda x: x.sharding, cache)
+    return jax.jit(function, static_argnames=("net",), donate_argnames=("cache",), out_shardings=(pools, None))
+
+
 class Tracer:
     """Runs traces on a runner's caches with pages lent by the caller."""
 
     def __init__(self, runner: Runner):
         self.runner = runner
-        self._target = jax.jit(_target, static_argnames=("net",), donate_argnames=("cache",))
-        self._draft_rows = jax.jit(_draft_rows, static_argnames=("net",), donate_argnames=("cache",))
+        self._target = _compile(_target, runner.cache)
+        self._draft_rows = None if runner.draft_cache is None else _compile(_draft_rows, runner.draft_cache)
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages a trace of `num_tokens` borrows."""

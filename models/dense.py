@@ -162,7 +162,7 @@ def index_scores(
     q = _rotate_first(q, positions, cfg)
     share = product("sd,jd->sj", a.astype(dtype), w.head_weight.astype(dtype)) * ix.num_heads**-0.5
     dots = jax.nn.relu(product("sjk,tk->jst", q, keys, dtype) * ix.head_dim**-0.5)
-    scores = product("sj,jst->st", share, dots)
+    scores = (share.T[:, :, None] * dots).sum(0)
     return jnp.where(scores == 0, 0, scores)
 
 
