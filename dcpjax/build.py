@@ -1,6 +1,7 @@
 """From a checkpoint folder and a handful of sizes to a runner: every check that can fail does so before weights load."""
 
 import dataclasses
+import math
 import pathlib
 from typing import Any
 
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 
 from dcpjax import capacity
 from dcpjax.attention import AttentionOptions
-from dcpjax.cache import PagedCache, make_pool
+from dcpjax.cache import PagedCache, check_readable, make_pool
+from dcpjax.capacity import CacheShape
 from dcpjax.collectives import check_backend
 from dcpjax.errors import ConfigError
 from dcpjax.layout import CacheLayout
@@ -18,6 +20,7 @@ from dcpjax.runner import Limits, Runner
 from models import weights
 from models.config import ModelConfig, read_config
 from models.glm_moe_dsa import Network
+from models.params import abstract
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,48 +63,77 @@ def keep_compiled_programs() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def build_runner(folder: pathlib.Path, config: EngineConfig, overrides: dict[str, Any] | None = None) -> Runner:
-    """Reads the configuration, checks everything, then loads the weights and makes the pools.
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """A configuration that can run: every check has passed, no weight was read and no memory taken."""
 
-    Raises `ConfigError` or `CheckpointError`.
-    """
-    cfg = read_config(folder, overrides)
+    net: Network
+    dtype: Any
+    shape: CacheShape
+    layout: CacheLayout
+    limits: Limits
+
+
+def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
+    """Checks a configuration against a model and the devices there are. Raises `ConfigError`."""
     check_backend(config.backend)
     plan = make_plan(config.tensor_parallel_size, config.decode_context_parallel_size)
     dtype = _choose_dtype(config.dtype, plan)
-    kind = _cache_kind(config.kv_cache_dtype, dtype)
-    shape = capacity.cache_shape(cfg, plan, kind, config.index_shards, config.draft_kv)
+    shape = capacity.cache_shape(
+        cfg, plan, _cache_kind(config.kv_cache_dtype, dtype), config.index_shards, config.draft_kv
+    )
+    check_readable(shape.latent)
+    # The geometry is checked with one page before the number of pages is known.
+    layout = CacheLayout(1, config.block_size, plan.dcp, config.interleave)
     on_cpu = plan.platform == "cpu"
     seqs = config.max_num_seqs or (16 if on_cpu else 128)
     tokens = config.max_num_batched_tokens or max(512 if on_cpu else 2048, seqs)
+    if tokens < seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens {tokens} must be at least max_num_seqs {seqs}: each running request takes a token "
+            "of every step. Raise it, or lower max_num_seqs"
+        )
     length = _wanted_length(config.max_model_len, cfg)
-    # The geometry is checked with one page before the number of pages is known.
-    layout = CacheLayout(1, config.block_size, plan.dcp, config.interleave)
-    pages = config.num_blocks or capacity.num_pages(
-        shape, plan, config.block_size, seqs * length, config.kv_cache_memory_bytes
+    pages = config.num_blocks
+    if pages is None:
+        nbytes = config.kv_cache_memory_bytes
+        pages = capacity.num_pages(
+            shape, plan, config.block_size, seqs * length, nbytes, params_bytes(cfg, plan, dtype)
+        )
+    return Resolved(
+        net=Network(cfg, plan, AttentionOptions(backend=config.backend)),
+        dtype=dtype,
+        shape=shape,
+        layout=dataclasses.replace(layout, num_pages=max(pages, 1)),
+        limits=Limits(seqs, tokens, _fit_length(config.max_model_len, length, pages, config.block_size)),
     )
-    length = _fit_length(config.max_model_len, length, pages, config.block_size)
-    layout = dataclasses.replace(layout, num_pages=pages)
-    net = Network(cfg, plan, AttentionOptions(backend=config.backend))
-    params = weights.load(folder, cfg, plan, dtype)
+
+
+def params_bytes(cfg: ModelConfig, plan: MeshPlan, dtype: Any) -> int:
+    """Bytes of the weights on one device."""
+    leaves = jax.tree.leaves(abstract(cfg, plan, dtype))
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def build_runner(folder: pathlib.Path, config: EngineConfig, overrides: dict[str, Any] | None = None) -> Runner:
+    """Checks everything, then loads the weights and makes the pools. Raises `ConfigError` or `CheckpointError`."""
+    cfg = read_config(folder, overrides)
+    ready = resolve(cfg, config)
+    plan, shape = ready.net.plan, ready.shape
+    params = weights.load(folder, cfg, plan, ready.dtype)
 
     def pools(num_layers: int, num_index: int, shards: int, first_slot: int) -> PagedCache:
-        latent = dataclasses.replace(layout, shards=shards)
-        index = dataclasses.replace(layout, shards=min(shards, shape.index_shards))
+        latent = dataclasses.replace(ready.layout, shards=shards)
+        index = dataclasses.replace(ready.layout, shards=min(shards, shape.index_shards))
         return PagedCache(
             make_pool(num_layers, latent, shape.latent, plan),
             make_pool(num_index, index, shape.index, plan),
             first_slot,
         )
 
-    return Runner(
-        net,
-        params,
-        pools(cfg.num_layers, cfg.num_full_layers, plan.dcp, 0),
-        pools(1, 1, shape.draft_shards, 1) if cfg.has_mtp else None,
-        Limits(seqs, tokens, length),
-        cfg.eos_token_ids,
-    )
+    target = pools(cfg.num_layers, cfg.num_full_layers, plan.dcp, 0)
+    draft = pools(1, 1, shape.draft_shards, 1) if cfg.has_mtp else None
+    return Runner(ready.net, params, target, draft, ready.limits, cfg.eos_token_ids)
 
 
 def _choose_dtype(name: str, plan: MeshPlan) -> Any:

@@ -88,6 +88,12 @@ class Pool:
         return self.replace(data=plan.per_device(body, (spec, whole, whole), spec)(self.data, values, slots))
 
 
+def check_readable(record: Record) -> None:
+    """Refuses records whose size is known but which nothing reads yet."""
+    if record.dtype == jnp.uint8:
+        raise ConfigError("kv cache dtype 'fp8' has sizes but no reader yet; use 'auto', 'bfloat16' or 'float32'")
+
+
 def pool_spec(layout: CacheLayout, plan: MeshPlan):
     """Partition of a pool's array."""
     return plan.spec(None, None, "page_rows" if layout.shards > 1 else None, None)
@@ -97,8 +103,7 @@ def make_pool(num_layers: int, layout: CacheLayout, record: Record, plan: MeshPl
     """A new pool on the mesh. `fill` is for tests (NaN must change nothing)."""
     if layout.shards not in (1, plan.dcp):
         raise ConfigError(f"a pool has 1 shard or one per dcp rank ({plan.dcp}); {layout.shards} are not supported")
-    if record.dtype == jnp.uint8:
-        raise ConfigError("kv cache dtype 'fp8' has sizes but no reader yet; use 'auto', 'bfloat16' or 'float32'")
+    check_readable(record)
     shape = (num_layers, layout.num_pages, layout.page_tokens, record.width)
     sharding = jax.sharding.NamedSharding(plan.mesh, pool_spec(layout, plan))
     data = jax.jit(lambda: jnp.full(shape, fill, record.dtype), out_shardings=sharding)()

@@ -56,13 +56,16 @@ def cache_shape(
     )
 
 
-def num_pages(shape: CacheShape, plan: MeshPlan, page_tokens: int, most_tokens: int, nbytes: int | None) -> int:
+def num_pages(
+    shape: CacheShape, plan: MeshPlan, page_tokens: int, most_tokens: int, nbytes: int | None, taken: int
+) -> int:
     """Pages to allocate, the dummy page included: what memory holds, at most what `most_tokens` need.
 
-    `nbytes`: for the cache over all devices; None: 1 GiB on CPU, else 90 % of what is free beside the weights.
+    `nbytes`: for the cache over all devices; None: 1 GiB on CPU, else 90 % of a device less the `taken` bytes of its
+    weights.
     """
     per_page = shape.bytes_per_token() * page_tokens
-    per_device = nbytes / plan.num_devices if nbytes is not None else _free_bytes(plan)
+    per_device = nbytes / plan.num_devices if nbytes is not None else _free_bytes(plan, taken)
     fit = int(per_device // per_page)
     if fit < 2:
         raise ConfigError(
@@ -72,8 +75,8 @@ def num_pages(shape: CacheShape, plan: MeshPlan, page_tokens: int, most_tokens: 
     return min(fit, 1 + -(-most_tokens // page_tokens))
 
 
-def _free_bytes(plan: MeshPlan) -> float:
+def _free_bytes(plan: MeshPlan, taken: int) -> float:
     if plan.platform == "cpu":
         return CPU_BYTES / plan.num_devices
-    stats: list[dict] = [d.memory_stats() for d in plan.mesh.devices.flat if isinstance(d, jax.Device)]
-    return min(_ACCELERATOR_SHARE * s["bytes_limit"] - s["bytes_in_use"] for s in stats)
+    devices: list[jax.Device] = list(plan.mesh.devices.flat)
+    return min(_ACCELERATOR_SHARE * d.memory_stats()["bytes_limit"] for d in devices) - taken
