@@ -1,0 +1,1 @@
+"""What the networks are: configuration, weights, forward passes. How they run is `dcpjax`'s business."""
