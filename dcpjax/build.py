@@ -86,8 +86,13 @@ def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
     # The geometry is checked with one page before the number of pages is known.
     layout = CacheLayout(1, config.block_size, plan.dcp, config.interleave)
     on_cpu = plan.platform == "cpu"
-    seqs = config.max_num_seqs or (16 if on_cpu else 128)
-    tokens = config.max_num_batched_tokens or max(512 if on_cpu else 2048, seqs)
+    seqs = _count("max_num_seqs", config.max_num_seqs, 16 if on_cpu else 128)
+    tokens = _count("max_num_batched_tokens", config.max_num_batched_tokens, max(512 if on_cpu else 2048, seqs))
+    if tokens < seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens {tokens} is too small: each of {seqs} rows (max_num_seqs) needs a token a step. "
+            "Raise it, or lower max_num_seqs"
+        )
     if tokens < seqs:
         raise ConfigError(
             f"max_num_batched_tokens {tokens} must be at least max_num_seqs {seqs}: each running request takes a token "
@@ -147,7 +152,17 @@ def _choose_dtype(name: str, plan: MeshPlan) -> Any:
 def _cache_kind(name: str, dtype: Any) -> str:
     if name == "auto":
         return jnp.dtype(dtype).name
-    return "fp8" if name == "fp8_e4m3" else name
+    if name in ("fp8", "fp8_e4m3"):
+        raise ConfigError(f"kv_cache_dtype {name!r} has sizes but no reader yet; use 'auto', 'bfloat16' or 'float32'")
+    return name
+
+
+def _count(name: str, asked: int | None, default: int) -> int:
+    if asked is None:
+        return default
+    if asked < 1:
+        raise ConfigError(f"{name} {asked} must be at least 1; leave it out for the default {default}")
+    return asked
 
 
 def _wanted_length(asked: int | None, cfg: ModelConfig) -> int:

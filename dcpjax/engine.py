@@ -35,6 +35,10 @@ class Runner(Protocol):
     max_num_batched_tokens: int
     num_drafts: int
 
+    def check(self, request: Request) -> None:
+        """Raises `RequestError` for what no step could hold, such as an id outside the vocabulary."""
+        ...
+
     def dispatch(self, plan: StepPlan) -> Pending:
         """Starts a step and does not wait for it."""
         ...
@@ -151,6 +155,7 @@ class EngineCore:
             text=text,
             metrics=Times(arrival=self._clock()),
         )
+        self._runner.check(request)
         self.scheduler.add(request)
         self._num_prompts = first
         self._num_added += 1

@@ -85,6 +85,9 @@ class FakeRunner:
         self._written: dict[int, Request] = {}
         self._epoch = 0
 
+    def check(self, request: Request) -> None:
+        """Any token will do."""
+
     def dispatch(self, plan: StepPlan) -> _Pending:
         self._check(plan)
         self.log.append(
