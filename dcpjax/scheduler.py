@@ -34,8 +34,8 @@ class Scheduler:
         num_drafts: int = 0,
         lookup: Callable[[Request], Sequence[int]] = lambda request: (),
     ):
-        # With this, while a prompt is being computed at most max_num_seqs − 1 rows decode, so a chunk always finds
-        # room for a token: no row can starve for the budget.
+        # With this, all rows can decode at once, and the chunk of a running prompt always finds room for a token, since
+        # it has a row that does not decode: nobody starves for the budget.
         if max_num_batched_tokens < max_num_seqs * (num_drafts + 1):
             raise ConfigError(
                 f"max_num_batched_tokens: got {max_num_batched_tokens}, but {max_num_seqs} rows (max_num_seqs) of "
@@ -83,23 +83,19 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Plans the next step and counts it as dispatched; None if no row can run before a step in flight is read."""
         plan: list[PlannedRow] = []
-        # Decode tokens are set aside first: a long prompt shares the rest and never stalls those who are speaking.
-        decodes = sum(request.decoding and not request.complete for request in self.running)
-        budget = self.max_num_batched_tokens - decodes * (self.num_drafts + 1)
+        budget = self.max_num_batched_tokens
         short = False  # somebody waits for a page: nobody younger may take one
-        # In order of arrival, so that whoever is pre-empted, always the youngest, is not planned yet.
+        # In order of arrival, so that whoever is pre-empted, always the youngest, is not planned yet. A prompt that is
+        # not finished has used up its step's budget, so nobody was admitted after it: it is the youngest, and decode
+        # rows come before chunks without being sorted.
         for request in tuple(self.running):
             if request.status != "running" or request.complete:
                 continue
-            decoding = request.decoding
-            n = self.num_drafts + 1 if decoding else min(request.prefill - request.computed, budget)
-            if n == 0:
-                continue
+            n = self.num_drafts + 1 if request.decoding else min(request.prefill - request.computed, budget)
             if not self._grow(request, request.computed + n, may_preempt=not short):
                 short = True
                 continue
-            if not decoding:
-                budget -= n
+            budget -= n
             plan.append(self._row(request, n))
         while budget > 0 and not short and self._admit():
             request = self.running[-1]
@@ -109,7 +105,6 @@ class Scheduler:
         if not plan:
             return None
         self.epoch += 1
-        plan.sort(key=lambda row: row.tokens is not None)  # stable: arrival order within each kind
         return StepPlan(tuple(plan), self.epoch)
 
     def absorb(self, row: PlannedRow, accepted: int) -> None:

@@ -189,8 +189,7 @@ class FakeRunner:
 
 
 def _logprobs(tokens: np.ndarray) -> RowLogprobs:
-    """The chosen token's logprob is minus its id; the best are 0, 1, 2, …"""
-    ids = np.broadcast_to(np.arange(VOCAB, dtype=np.int32), (*tokens.shape, VOCAB))
-    return RowLogprobs(
-        chosen=-tokens.astype(np.float32), ids=ids, values=-ids.astype(np.float32), rank=tokens.astype(np.int32) + 1
-    )
+    """The chosen token's logprob is minus its id; the best are its id, the next, …, with logprobs 0, −1, …"""
+    ids = (tokens[..., None] + np.arange(VOCAB, dtype=np.int32)) % VOCAB
+    values = np.broadcast_to(-np.arange(VOCAB, dtype=np.float32), ids.shape)
+    return RowLogprobs(chosen=-tokens.astype(np.float32), ids=ids, values=values, rank=tokens + 1)

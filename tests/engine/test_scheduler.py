@@ -164,6 +164,30 @@ def test_pages_on_their_way_back_are_waited_for():
     assert [len(r.pages) for r in requests] == [5, 5, 0] and scheduler.num_preemptions == 1
 
 
+def test_nobody_younger_takes_the_pages_somebody_waits_for():
+    """Pages of one token, 5 drafts: `old` needs 6 more, 4 are free, 2 come back with the step in flight."""
+    scheduler = make(num_pages=19, page_tokens=1, max_num_batched_tokens=32, num_drafts=5)
+    old = add(scheduler, "old", 1, max_tokens=17)
+    young = add(scheduler, "young", 1, max_tokens=6)
+    gone = add(scheduler, "gone", 1, max_tokens=1)
+    assert [len(scheduler.plan().rows), len(old.pages), len(young.pages), len(gone.pages)] == [3, 6, 6, 2]
+    scheduler.finish(gone)
+    add(scheduler, "next", 1, max_tokens=1)
+    plan = scheduler.plan()
+    assert plan is None and (len(old.pages), len(young.pages)) == (6, 6), "one more page is all `young` needs"
+    assert (scheduler.pool.num_free, scheduler.pool.num_retiring, scheduler.num_preemptions) == (4, 2, 0)
+    scheduler.settle(1)
+    assert shape(scheduler.plan()) == [("old", 1, 6, True)]
+
+
+def test_a_row_that_is_complete_takes_no_tokens():
+    scheduler = make(max_num_batched_tokens=4)
+    add(scheduler, "a", 3, max_tokens=1)
+    scheduler.plan()
+    add(scheduler, "b", 9)
+    assert shape(scheduler.plan()) == [("b", 0, 4, False)]
+
+
 def test_what_can_never_run_is_refused_and_what_cannot_run_now_waits():
     scheduler = make(num_pages=9, max_model_len=64)
     with pytest.raises(RequestError, match="prompt: got no tokens"):
