@@ -107,7 +107,7 @@ def attend(
         flat = data.reshape(data.shape[0], layout.num_rows, data.shape[3])
         if layout.shards > 1:
             q = collectives.gather_ranks(q, axis=1)
-        out, lse = sparse_mla(q, flat, layer, rows[0], count[0], value_width=value_width, scale=scale)
+        out, lse = _part(q, flat, layer, rows[0], count[0], value_width, scale)
         if layout.shards > 1:
             # Parts travel in float32 unless they are dealt out first (a2a), where each is rounded once.
             part = out.astype(q.dtype) if options.backend == "a2a" else out
@@ -119,6 +119,16 @@ def attend(
     return plan.per_device(body, (heads, pool_spec(layout, plan), ranks, ranks, whole, whole), heads)(
         q, pool.data, selection.rows, selection.count, selection.slots, batch
     )
+
+
+def _part(q, flat, layer, rows, count, value_width, scale):
+    """`sparse_mla`, with output 0 and LSE −inf set by count where a token has no rows here.
+
+    Kernels differ in what they report for no keys (LSE 0 or +inf, any output), and a finite LSE would get weight.
+    """
+    out, lse = sparse_mla(q, flat, layer, rows, count, value_width=value_width, scale=scale)
+    some = count[:, None] > 0
+    return jnp.where(some[..., None], out, 0), jnp.where(some, lse, -jnp.inf)
 
 
 def _movement(q: jax.Array, pool: Pool, batch: ForwardBatch, options: AttentionOptions) -> str:
@@ -150,7 +160,7 @@ def _attend_gathered(q, data, layer, slots, batch, pool, value_width, scale, til
         row = layout.owner(offset) * (pages.shape[0] * per_request) + row
         row = jnp.sort(jnp.where(inside, row, flat.shape[1]), axis=1)
         count = jnp.sum(inside, axis=1, dtype=jnp.int32)
-        parts.append(sparse_mla(q, flat, 0, row, count, value_width=value_width, scale=scale))
+        parts.append(_part(q, flat, 0, row, count, value_width, scale))
     if len(parts) == 1:
         return parts[0][0]
     return merge_parts(jnp.stack([out for out, _ in parts]), jnp.stack([lse for _, lse in parts]))[0]
