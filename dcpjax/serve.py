@@ -1,0 +1,80 @@
+"""`python -m dcpjax.serve`: the command that puts a model, an engine and a server together.
+
+The only module that reads environment variables.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dcpjax.errors import ConfigError
+from dcpjax.server.arguments import parse
+from dcpjax.server.lifetime import serve
+from dcpjax.server.service import Service
+
+if TYPE_CHECKING:
+    from dcpjax.llm import LLM
+
+log = logging.getLogger("dcpjax.serve")
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    make_llm: Callable[[dict[str, Any]], "LLM"] | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> int:
+    """Serves until a signal; returns the exit code. `make_llm`: makes the model from the arguments of `LLM`."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    keys = [environment[name] for name in ("DCPJAX_API_KEY", "VLLM_API_KEY") if environment.get(name)]
+    settings = parse(sys.argv[1:] if argv is None else argv, api_keys=keys[:1], draft_kv=_draft_kv(environment))
+    for line in settings.warnings:
+        log.warning(line)
+    if environment.get("VLLM_DCP_DEBUG", "0") not in ("", "0"):
+        log.warning("VLLM_DCP_DEBUG has no effect yet")
+    make = _make_llm if make_llm is None else make_llm
+    try:
+        return serve(
+            Service(settings.options),
+            lambda: make(settings.llm),
+            settings.host,
+            settings.port,
+            settings.shutdown_timeout,
+        )
+    except ConfigError as error:
+        print(f"dcpjax.serve: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _make_llm(arguments: dict[str, Any]) -> "LLM":
+    """Loads the model and compiles every shape."""
+    import jax
+
+    size = arguments["tensor_parallel_size"] or arguments["decode_context_parallel_size"]
+    # Before anything asks JAX for its devices; it counts on CPU only.
+    jax.config.update("jax_num_cpu_devices", size)
+    from dcpjax.llm import LLM
+
+    llm = LLM(**arguments)
+    log.info("devices: %s", ", ".join(str(device) for device in jax.devices()[:size]))
+    llm.warm_up(_show_progress)
+    return llm
+
+
+def _show_progress(done: int, total: int) -> None:
+    log.info("compiled %d of %d shapes", done, total)
+
+
+def _draft_kv(environment: Mapping[str, str]) -> str | None:
+    value = environment.get("VLLM_DCP_SHARD_DRAFT")
+    if value is None:
+        return None
+    draft_kv = "replicated" if value in ("", "0") else "sharded"
+    log.info("VLLM_DCP_SHARD_DRAFT=%s: draft_kv is %s unless --speculative-config says otherwise", value, draft_kv)
+    return draft_kv
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""What a client is told when something goes wrong: one object for every route, without paths or tracebacks."""
+
+import logging
+
+import fastapi
+import orjson
+import starlette.exceptions
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from dcpjax.errors import RequestError
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    501: "NotImplementedError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
+}
+
+# Routes of the same API that a text model does not have.
+_OTHER_MODELS = ("/v1/embeddings", "/v1/audio", "/v1/images", "/pooling", "/score")
+
+log = logging.getLogger("dcpjax.server")
+
+
+class ApiError(Exception):
+    """An answer that is not a success. `param` names the field of the body that caused it."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.headers = headers or {}
+
+    def body(self) -> dict:
+        kind = _TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+    def response(self) -> Response:
+        return Response(orjson.dumps(self.body()), self.status, self.headers, media_type="application/json")
+
+
+class ClientGone(Exception):
+    """The client closed the connection: there is nobody to answer."""
+
+
+def bad_request(error: RequestError) -> ApiError:
+    """A refused request; its message begins with the name of the field."""
+    field, colon, _ = str(error).partition(":")
+    return ApiError(400, str(error), field if colon and field.isidentifier() else None)
+
+
+def unavailable(message: str, retry_after: int | None = None) -> ApiError:
+    return ApiError(503, message, headers={} if retry_after is None else {"Retry-After": str(retry_after)})
+
+
+def internal(request_id: str) -> ApiError:
+    return ApiError(500, f"The server failed on request {request_id}; its log says why.")
+
+
+def install(app: fastapi.FastAPI) -> None:
+    """Makes every failure of `app` one of these answers."""
+
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    async def request_error(request: Request, error: RequestError) -> Response:
+        return bad_request(error).response()
+
+    async def http_error(request: Request, error: starlette.exceptions.HTTPException) -> Response:
+        path = request.url.path
+        if error.status_code == 404:
+            other = path.startswith(_OTHER_MODELS)
+            words = "is not supported by this model" if other else "does not exist"
+            return ApiError(404, f"{request.method} {path[:200]} {words}").response()
+        if error.status_code == 405:
+            allowed = dict(error.headers or {})
+            words = f"{request.method} is not allowed on {path[:200]}; use {allowed.get('Allow', 'another method')}"
+            return ApiError(405, words, headers=allowed).response()
+        return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
+
+    async def gone(request: Request, error: Exception) -> Response:
+        log.debug("client went away: %s", request.url.path)
+        return Response(status_code=499)
+
+    async def failure(request: Request, error: Exception) -> Response:
+        return internal(request.scope.get("request_id", "-")).response()
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(RequestError, request_error)
+    app.add_exception_handler(starlette.exceptions.HTTPException, http_error)
+    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(ClientDisconnect, gone)
+    app.add_exception_handler(Exception, failure)

@@ -1,0 +1,70 @@
+"""Logprobs in the two shapes of the API: a list of entries for chat, parallel lists for plain completions."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from dcpjax.host.request import TokenLogprobs
+from dcpjax.text import Tokenizer
+
+# JSON has no infinity.
+_LOWEST = -9999.0
+
+
+def chat_entries(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[dict]:
+    """One entry a token. `bytes` are the token's own, so that half characters can be joined."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token_id)
+        text = raw.decode("utf-8", errors="replace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+
+    return [
+        {**entry(token, best.chosen), "top_logprobs": [entry(*pair) for pair in _top(token, best)]}
+        for token, best in zip(token_ids, logprobs, strict=True)
+    ]
+
+
+class CompletionLogprobs:
+    """Parallel lists; `offset` is where the next token's text starts in the choice's text."""
+
+    def __init__(self, tokenizer: Tokenizer | None, offset: int = 0):
+        self._tokenizer = tokenizer
+        self._offset = offset
+
+    def lists(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, list]:
+        """Of the next tokens."""
+        tokens = [self._name(token) for token in token_ids]
+        offsets = []
+        for text in tokens:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        top = []
+        for token, best in zip(token_ids, logprobs, strict=True):
+            named: dict[str, float] = {}
+            for other, value in _top(token, best, always=True):
+                named.setdefault(self._name(other), _finite(value))  # of equal texts the likelier
+            top.append(named)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(best.chosen) for best in logprobs],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+    def _name(self, token_id: int) -> str:
+        if self._tokenizer is None:
+            return f"token_id:{token_id}"
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _top(token: int, best: TokenLogprobs, always: bool = False) -> list[tuple[int, float]]:
+    """The best tokens, and the chosen one after them if it is not among them and any (or `always`) are wanted."""
+    pairs = list(zip(best.ids.tolist(), best.values.tolist(), strict=True))
+    if (pairs or always) and all(other != token for other, _ in pairs):
+        pairs.append((token, best.chosen))
+    return pairs
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LOWEST

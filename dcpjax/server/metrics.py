@@ -1,0 +1,129 @@
+"""Prometheus metrics under vLLM's names, so that dashboards and benchmark clients work unchanged.
+
+Counters and gauges are read from the engine when somebody asks; histograms are fed by the engine thread.
+"""
+
+from collections.abc import Callable, Iterator
+
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dcpjax.engine import EngineStats
+from dcpjax.host.request import Request
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_FIRST_TOKEN = (
+    (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+)  # fmt: skip
+_BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_CHOICES = (1, 2, 5, 10, 20)
+_REASONS = ("stop", "length", "abort", "error")
+
+
+class Metrics:
+    """One engine's metrics in a registry of their own. `stats`: asked at every scrape."""
+
+    def __init__(self, model_name: str, max_model_len: int, stats: Callable[[], EngineStats]):
+        self._registry = prometheus_client.CollectorRegistry()
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._sums = _Sums(self._labels, stats)
+        self._registry.register(self._sums)
+        lengths = _one_two_five(max_model_len)
+        self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
+        self._between = self._histogram("inter_token_latency_seconds", "Time between token arrivals.", _BETWEEN)
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time a token after the first, by request.", _BETWEEN
+        )
+        self._whole = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _WHOLE)
+        self._queue = self._histogram("request_queue_time_seconds", "Arrival to first step.", _WHOLE)
+        self._prefill = self._histogram("request_prefill_time_seconds", "First step to first token.", _WHOLE)
+        self._decode = self._histogram("request_decode_time_seconds", "First token to last token.", _WHOLE)
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens, by request.", lengths)
+        self._generated = self._histogram("request_generation_tokens", "Generated tokens, by request.", lengths)
+        self._n = self._histogram("request_params_n", "Choices asked for.", _CHOICES)
+
+    def render(self) -> bytes:
+        return prometheus_client.generate_latest(self._registry)
+
+    def tokens(self, request: Request, count: int, since_last: float | None) -> None:
+        """`count` tokens arrived; `since_last`: seconds since the tokens before, None for the first."""
+        if since_last is not None:
+            self._between.observe(since_last)
+            return
+        times = request.metrics
+        self._sums.cached_tokens += request.cached_tokens or 0
+        self._first_token.observe(times.first_token - times.arrival)
+        self._queue.observe(times.first_scheduled - times.arrival)
+        self._prefill.observe(times.first_token - times.first_scheduled)
+        self._prompt.observe(len(request.prompt))
+        if request.choice == 0:
+            self._n.observe(request.params.n)
+
+    def finished(self, request: Request) -> None:
+        """The request has ended, for whatever reason."""
+        times, count = request.metrics, len(request.output)
+        self._sums.finished[request.finish_reason] += 1
+        if request.finish_reason == "abort":
+            return
+        self._whole.observe(times.finished - times.arrival)
+        self._decode.observe(times.finished - times.first_token)
+        self._generated.observe(count)
+        if count > 1:
+            self._per_token.observe((times.finished - times.first_token) / (count - 1))
+
+    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> prometheus_client.Histogram:
+        family = prometheus_client.Histogram(
+            f"vllm:{name}", words, tuple(self._labels), buckets=buckets, registry=self._registry
+        )
+        return family.labels(**self._labels)
+
+
+class _Sums(Collector):
+    """Counters and gauges."""
+
+    def __init__(self, labels: dict[str, str], stats: Callable[[], EngineStats]):
+        self.finished = dict.fromkeys(_REASONS, 0)
+        self.cached_tokens = 0
+        self._labels = labels
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        yield self._gauge("num_requests_running", "Requests in the batch.", stats.running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Used pages over all, 0 to 1.", stats.page_usage)
+        # No prefix cache is asked yet: nothing is looked up, so nothing hits.
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", 0)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found there.", 0)
+        yield self._counter("prompt_tokens", "Prompt tokens of requests that were scheduled.", stats.prompt_tokens)
+        yield self._counter("prompt_tokens_cached", "Those of them that were not computed.", self.cached_tokens)
+        yield self._counter("generation_tokens", "Generated tokens.", stats.generated_tokens)
+        yield self._counter("num_preemptions", "Requests sent back to the queue.", stats.preemptions)
+        success = CounterMetricFamily(
+            "vllm:request_success", "Requests that ended, by reason.", labels=[*self._labels, "finished_reason"]
+        )
+        for reason, count in self.finished.items():
+            success.add_metric([*self._labels.values(), reason], count)
+        yield success
+
+    def _gauge(self, name: str, words: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", words, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, words: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", words, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+
+def _one_two_five(most: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, … up to `most`."""
+    values, power = [], 1
+    while power <= most:
+        values += [step * power for step in (1, 2, 5) if step * power <= most]
+        power *= 10
+    return tuple(values)

@@ -1,0 +1,141 @@
+"""What the routes share: the model they serve, whether it can be used now, and the limits on what may be asked."""
+
+import dataclasses
+import enum
+import hashlib
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import dcpjax
+from dcpjax.server.engine_thread import EngineThread
+from dcpjax.server.errors import ApiError, unavailable
+from dcpjax.server.metrics import Metrics
+from dcpjax.text import Tokenizer
+
+if TYPE_CHECKING:  # it imports JAX: the server works with whatever has its attributes
+    from dcpjax.llm import LLM
+
+# Longer without a step, while there are requests, and the engine counts as stuck.
+_STALL_SECONDS = 60
+
+
+class Phase(enum.Enum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """sampling_defaults: values for fields that a request leaves out. max_logprobs: −1 is no limit. retry_after:
+    seconds that clients are told to wait while the server drains. parallelism: devices and dcp size. fingerprint: what
+    of the configuration can change an answer, as text.
+    """
+
+    served_names: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    sampling_defaults: dict[str, Any] | None = None  # None: the model's own
+    sampling_overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+    max_logprobs: int = 20
+    template_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    max_body_bytes: int = 32 << 20
+    retry_after: int = 30
+    parallelism: tuple[int, int] = (1, 1)
+    fingerprint: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A loaded model with its engine thread."""
+
+    llm: "LLM"
+    thread: EngineThread
+    metrics: Metrics
+    names: tuple[str, ...]
+    sampling_defaults: dict[str, Any]
+    created: int
+    system_fingerprint: str
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.llm.config.vocab_size
+
+    def tokenizer(self, param: str) -> Tokenizer:
+        """Raises `ApiError` if the model has none."""
+        if self.llm.tokenizer is None:
+            raise ApiError(
+                400, f"{param}: this model has no tokenizer; send token ids as prompt to /v1/completions", param
+            )
+        return self.llm.tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404, f"The model {name[:200]!r} does not exist; this server has {', '.join(self.names)}.", "model"
+            )
+
+
+class Service:
+    """The phase of the server, and the model once it is loaded."""
+
+    def __init__(self, options: ServerOptions):
+        self.options = options
+        self.phase = Phase.LOADING
+        self.num_inflight = 0  # HTTP requests that are being answered
+        self._served: Served | None = None
+
+    @property
+    def served(self) -> Served:
+        """Raises `ApiError` (503) before the model is loaded."""
+        if self._served is None:
+            raise unavailable("The model is being loaded.", retry_after=5)
+        return self._served
+
+    @property
+    def healthy(self) -> bool:
+        return self.phase is Phase.READY and not self.served.thread.stalled(_STALL_SECONDS)
+
+    def open(self, llm: "LLM", on_death: Callable[[], None]) -> None:
+        """Starts serving `llm`. To be called in the event loop; `on_death()` is called there when the engine fails."""
+
+        def died() -> None:
+            self.phase = Phase.DEAD
+            on_death()
+
+        options = self.options
+        names = options.served_names or (llm.name,)
+        metrics = Metrics(names[0], llm.max_model_len, lambda: llm.engine.stats)
+        thread = EngineThread(llm, metrics, died)
+        defaults = llm.generation_defaults if options.sampling_defaults is None else options.sampling_defaults
+        digest = hashlib.sha256(f"{llm.name} {options.fingerprint}".encode()).hexdigest()[:8]
+        self._served = Served(
+            llm=llm,
+            thread=thread,
+            metrics=metrics,
+            names=names,
+            sampling_defaults={**defaults, **options.sampling_overrides},
+            created=int(time.time()),
+            system_fingerprint="dcpjax-{}-tp{}-dcp{}-{}".format(dcpjax.__version__, *options.parallelism, digest),
+        )
+        thread.start()
+        self.phase = Phase.READY
+
+    def drain(self) -> None:
+        """No new work from now on."""
+        if self.phase is not Phase.DEAD:
+            self.phase = Phase.DRAINING
+
+    def admit(self, method: str) -> None:
+        """Raises `ApiError` (503) if a request of this method cannot be answered now."""
+        if self.phase is Phase.LOADING:
+            raise unavailable("The model is being loaded.", retry_after=5)
+        if self.phase is Phase.DEAD:
+            raise unavailable("The engine has failed; the server is ending.")
+        if self.phase is Phase.DRAINING and method == "POST":
+            raise unavailable("The server is ending; it takes no new requests.", self.options.retry_after)

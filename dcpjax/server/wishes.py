@@ -1,0 +1,153 @@
+"""From a request body to `SamplingParams`: defaults, limits, and what is refused rather than ignored."""
+
+import dataclasses
+from typing import Any
+
+from dcpjax.host.request import SamplingParams
+from dcpjax.server.errors import ApiError
+from dcpjax.server.protocol import SamplingBody
+from dcpjax.server.service import Served
+
+# Fields of generation_config.json that stand in for fields a request leaves out.
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+# Sampling fields that have the same name and meaning in the body and in `SamplingParams`.
+_SAME = (
+    *SAMPLING_DEFAULTS,
+    "n",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+
+# Asking for these without getting them would change the meaning of the answer.
+_NOT_YET = (
+    "prompt_logprobs",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamOptions:
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+
+
+def refuse_unsupported(body: SamplingBody) -> None:
+    """Raises `ApiError` for fields that change the answer and cannot be honoured."""
+    for field in _NOT_YET:
+        if getattr(body, field) is not None:
+            raise ApiError(400, f"{field}: not supported; leave it out", field)
+    if body.use_beam_search:
+        raise ApiError(400, "use_beam_search: not supported; leave it out", "use_beam_search")
+    kind = (body.response_format or {"type": "text"}).get("type")
+    if kind != "text":
+        raise ApiError(400, f"response_format: type {kind!r:.200} is not supported; use 'text'", "response_format")
+    if body.priority:
+        raise ApiError(400, "priority: requests are served in the order of arrival; leave it out", "priority")
+
+
+def stream_options(body: SamplingBody) -> StreamOptions:
+    """Raises `ApiError` for options without a stream, or that are not true or false."""
+    options = {key: value for key, value in (body.stream_options or {}).items() if value is not None}
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options: only allowed with stream = true", "stream_options")
+    for key in ("include_usage", "continuous_usage_stats"):
+        if not isinstance(options.get(key, False), bool):
+            raise ApiError(400, f"stream_options: {key} must be true or false", "stream_options")
+    include = options.get("include_usage", False)
+    return StreamOptions(bool(body.stream), include, include and options.get("continuous_usage_stats", False))
+
+
+def sampling_params(
+    body: SamplingBody, served: Served, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """The body's wish over the server's defaults. `max_tokens`, `logprobs`: resolved by the caller, None: none given.
+
+    Raises `ApiError` or `RequestError`.
+    """
+    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    defaults = {name: served.sampling_defaults[name] for name in SAMPLING_DEFAULTS if name in served.sampling_defaults}
+    if served.llm.tokenizer is None and given.get("stop"):
+        served.tokenizer("stop")
+    for token in given.get("stop_token_ids", ()):
+        _check_id("stop_token_ids", token, served)
+    return SamplingParams(
+        **{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs, logit_bias=_logit_bias(body, served)
+    )
+
+
+def check_logprobs(wanted: int, most: int, param: str) -> None:
+    """Raises `ApiError` if more logprobs are wanted than the server gives; −1 is the whole vocabulary."""
+    if most != -1 and not 0 <= wanted <= most:
+        raise ApiError(400, f"{param}: got {wanted}, this server gives 0 to {most} (--max-logprobs)", param)
+
+
+def check_prompt(prompt: list[int], max_tokens: int | None, served: Served, param: str) -> None:
+    """Raises `ApiError` if the prompt is empty, has unknown ids, or does not fit the context with its answer."""
+    if not prompt:
+        raise ApiError(400, f"{param}: the prompt has no tokens; at least 1 is needed", param)
+    for token in prompt:
+        _check_id(param, token, served)
+    most, wanted = served.llm.max_model_len, max_tokens or 1
+    if len(prompt) + wanted > most:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {most} tokens. However, you requested {len(prompt) + wanted} "
+            f"tokens ({len(prompt)} in the messages, {wanted} in the completion). Shorten the messages or the "
+            "completion.",
+            param,
+        )
+
+
+def truncate(prompt: list[int], body: SamplingBody) -> list[int]:
+    """The last `truncate_prompt_tokens` tokens."""
+    return prompt if body.truncate_prompt_tokens is None else prompt[-body.truncate_prompt_tokens :]
+
+
+def default_max_tokens(served: Served) -> int | None:
+    """The model's own answer length, None: the rest of the context."""
+    value = served.sampling_defaults.get("max_new_tokens")
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning_tokens,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+def _logit_bias(body: SamplingBody, served: Served) -> dict[int, float] | None:
+    bias = {}
+    for key, value in (body.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit()):
+            raise ApiError(400, f"logit_bias: key {key[:200]!r} is not a token id", "logit_bias")
+        bias[_check_id("logit_bias", int(key[:20]), served)] = float(value)
+    return bias or None
+
+
+def _check_id(param: str, token: int, served: Served) -> int:
+    if token >= served.vocab_size:
+        raise ApiError(400, f"{param}: token id {token} is outside the vocabulary of {served.vocab_size} ids", param)
+    return token
