@@ -37,20 +37,29 @@ find_uv() {
 
 find_python() {
     uv=$(find_uv)
-    set -- python3.13 python3.14 python3.12 python3 python
-    if [ -n "${PYTHON:-}" ]; then set -- "$PYTHON" "$@"; fi
-    for found in "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/*/bin/python \
-        "${XDG_DATA_HOME:-${HOME:-}/.local/share}"/uv/python/*/bin/python3 \
-        /usr/local/bin/python3.1? /opt/python*/bin/python3 "${HOME:-}"/miniconda3/bin/python /opt/conda/bin/python; do
-        if [ -x "$found" ]; then set -- "$@" "$found"; fi
+    set --
+    if [ -n "${PYTHON:-}" ]; then set -- "$PYTHON"; fi
+    # The version that the constraints were made with comes first.
+    for version in 3.13 3.14 3.12; do
+        set -- "$@" "python$version"
+        for found in "/usr/local/bin/python$version" "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/$version"*/bin/python \
+            "${XDG_DATA_HOME:-${HOME:-}/.local/share}/uv/python/cpython-$version"*/bin/python3; do
+            if [ -x "$found" ]; then set -- "$@" "$found"; fi
+        done
+    done
+    set -- "$@" python3 python
+    for found in "${HOME:-}/miniconda3" "${HOME:-}/miniforge3" /opt/conda; do
+        if [ -x "$found/bin/python" ]; then set -- "$@" "$found/bin/python"; fi
     done
     if [ -n "$uv" ]; then
-        managed=$("$uv" python find '>=3.12,<3.15' 2>/dev/null </dev/null)
+        managed=$("$uv" python find --system '>=3.12,<3.15' 2>/dev/null </dev/null)
         if [ -n "$managed" ]; then set -- "$@" "$managed"; fi
     fi
     bare=
     for candidate in "$@"; do
         if fits "$candidate"; then
+            # The Python of an active environment, which may be the one about to be removed, leads to the one behind it.
+            candidate=$("$candidate" -c 'import sys; print(sys._base_executable or sys.executable)')
             if makes_environments "$candidate"; then
                 echo "$candidate"
                 return
