@@ -24,6 +24,7 @@ HEADS = 8
 INDEX_HEADS, INDEX_DIM = 2, 4
 SCALE = 0.5
 LAYERS = 2  # the tests use layer 1; layer 0 holds NaN
+BY_QUERIES = AttentionOptions(movement="queries")
 
 
 def columns(layout: CacheLayout) -> np.ndarray:
@@ -190,7 +191,7 @@ layer = jax.jit(_layer, static_argnames=("first_slot", "options", "plan"))
 
 def run(
     world: World, pools: tuple[Pool, Pool], queries: Queries, geometry: Geometry, write: np.ndarray | bool = True,
-    first_slot: int = 0, options: AttentionOptions = AttentionOptions(movement="queries"), function=layer,
+    first_slot: int = 0, options: AttentionOptions = BY_QUERIES, function=layer,
 ) -> tuple[tuple[Pool, Pool], Selection, np.ndarray]:  # fmt: skip
     """Writes the queries' rows, selects and attends: pools, selection, output `[T, HEADS, VALUE]`."""
     plan, batch = geometry.plan, batch_of(world, queries, geometry, write)

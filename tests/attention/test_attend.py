@@ -8,7 +8,18 @@ import pytest
 
 from dcpjax.attention import AttentionOptions
 from tests.attention.paged import (
-    PAGE, Geometry, Queries, World, batch_of, check, layer, oracle_output, oracle_selection, rows_of, run, same_bits,
+    PAGE,
+    Geometry,
+    Queries,
+    World,
+    batch_of,
+    check,
+    layer,
+    oracle_output,
+    oracle_selection,
+    rows_of,
+    run,
+    same_bits,
     slots_of,
 )  # fmt: skip
 
