@@ -40,7 +40,11 @@ def make_tokenizer() -> Tokenizer:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=330, show_progress=False, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()
     )
-    inner.train_from_iterator([STORY, "Hello from the END of the café", "choice number is open"], trainer)
+    # Not on the wide characters: they stay several tokens each.
+    inner.train_from_iterator(
+        [STORY.replace("🙂", "").replace("東京", ""), "Hello from the END of the café", "choice number is open"],
+        trainer,
+    )
     inner.add_special_tokens(_SPECIAL)
     inner.add_tokens([tokenizers.AddedToken(tag, special=False, normalized=False) for tag in _TAGS])
     return Tokenizer(inner, ChatTemplate(TEMPLATE))
@@ -77,9 +81,6 @@ class Reciter:
         self._eos = eos
         self._delay = delay
         self._rows: dict[str, _Row] = {}
-
-    def check(self, request: Request) -> None:
-        """Any token will do."""
 
     def check(self, request: Request) -> None:
         if len(request.params.stop_token_ids) > 30:

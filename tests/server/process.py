@@ -77,7 +77,7 @@ def metric(client: httpx.Client, name: str, **labels: str) -> float:
     """The value of a metric, summed over all labels that are not given."""
     total, found = 0.0, False
     for line in client.get("/metrics").text.splitlines():
-        match = re.fullmatch(r"([a-z_:]+)\{(.*)\} (\S+)", line)
+        match = re.fullmatch(r"([a-z0-9_:]+)\{(.*)\} (\S+)", line)
         if match and match[1] == name and all(f'{key}="{value}"' in match[2] for key, value in labels.items()):
             total, found = total + float(match[3]), True
     assert found, name

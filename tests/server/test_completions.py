@@ -33,7 +33,9 @@ def joined(chunks: list[dict]) -> dict[int, dict]:
     choices: dict[int, dict] = {}
     for chunk in chunks:
         assert chunk["object"] == "text_completion"
-        assert (chunk["id"], chunk["created"], chunk["model"]) == tuple(chunks[0][k] for k in ("id", "created", "model"))
+        assert (chunk["id"], chunk["created"], chunk["model"]) == tuple(
+            chunks[0][k] for k in ("id", "created", "model")
+        )
         for part in chunk["choices"]:
             whole = choices.setdefault(part["index"], {"text": "", "finish_reason": None, "lists": []})
             assert whole["finish_reason"] is None
