@@ -180,7 +180,8 @@ def logits(params: Params, hidden: jax.Array, net: Network) -> jax.Array:
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return net.plan.constrain(out)
+    # Named twice: asked for the whole at once, the partitioner gathers the matrix instead of the products.
+    return net.plan.constrain(net.plan.constrain(out, None, "vocab"))
 
 
 def full_layer_numbers(cfg: ModelConfig) -> tuple[int, ...]:

@@ -1,0 +1,87 @@
+"""A random network of a few small layers, and runners of it on any mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dcpjax.attention import AttentionOptions
+from dcpjax.cache import PagedCache, Record, make_pool
+from dcpjax.runner import Limits, Runner
+from models.config import ModelConfig, from_hf
+from models.glm_moe_dsa import Network
+from models.params import Params, init, pad_to
+from tests.attention.paged import PAGE, Geometry
+
+RAW = {
+    "model_type": "glm_moe_dsa",
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 4,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_nextn_predict_layers": 1,
+    "index_share_for_mtp_iteration": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+}
+
+
+def config(indexer: str = "FSF", ffn: str = "DMM", **more) -> ModelConfig:
+    """Layers by their letters: F selects, S shares; D is dense, M has experts."""
+    kinds = {"F": "full", "S": "shared", "D": "dense", "M": "sparse"}
+    layers = {"indexer_types": [kinds[x] for x in indexer], "mlp_layer_types": [kinds[x] for x in ffn]}
+    return from_hf({**RAW, "num_hidden_layers": len(indexer), **layers, **more})
+
+
+@functools.cache
+def params(cfg: ModelConfig, seed: int = 0) -> Params:
+    """Unpadded random weights; norms and biases are not those of a fresh network."""
+    leaves, tree = jax.tree.flatten(init(cfg, jax.random.key(seed)))
+    keys = jax.random.split(jax.random.key(seed + 1000), len(leaves))
+    return tree.unflatten([x + 0.1 * jax.random.normal(key, x.shape, x.dtype) for x, key in zip(leaves, keys)])
+
+
+@functools.cache
+def sharded_params(cfg: ModelConfig, tp: int, dcp: int) -> Params:
+    return pad_to(params(cfg), cfg, Geometry(dcp, tp=tp).plan)
+
+
+def cache(cfg: ModelConfig, geometry: Geometry, draft: bool = False, fill: float = 0.0) -> PagedCache:
+    """Pools of the target, or of the draft."""
+    latent, index = (Record(w, jnp.float32, 4 * w) for w in (cfg.latent_width, cfg.indexer.head_dim))
+    sizes = (1, 1) if draft else (cfg.num_layers, cfg.num_full_layers)
+    return PagedCache(
+        make_pool(sizes[0], geometry.latent, latent, geometry.plan, fill),
+        make_pool(sizes[1], geometry.index, index, geometry.plan, fill),
+        first_slot=int(draft),
+    )
+
+
+def runner(
+    cfg: ModelConfig,
+    geometry: Geometry,
+    options: AttentionOptions,
+    seqs: int = 2,
+    tokens: int = 16,
+    length: int = 3 * PAGE,
+) -> Runner:
+    return Runner(
+        Network(cfg, geometry.plan, options),
+        sharded_params(cfg, geometry.tp, geometry.dcp),
+        cache(cfg, geometry),
+        cache(cfg, geometry, draft=True),
+        Limits(seqs, tokens, length),
+        (),
+    )
