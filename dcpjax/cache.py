@@ -78,6 +78,10 @@ class Pool:
         layout = self.layout
 
         def body(data, values, slots):
+            if len(slots) == 1:
+                # XLA turns a scatter of one row into a slice update under a condition, and copies the pool for it.
+                slots = jnp.concatenate([slots, jnp.full(1, layout.nowhere, slots.dtype)])
+                values = jnp.concatenate([values, jnp.zeros_like(values)])
             mine = layout.owner(slots) == collectives.rank(layout)
             rows = jnp.where(mine, layout.row(slots), layout.num_rows)
             flat = data.reshape(data.shape[0], layout.num_rows, data.shape[3])

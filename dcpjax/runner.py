@@ -40,42 +40,38 @@ class Buckets:
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """Widths of the block tables: the longest sequence and quarters of it, down to 8."""
+        """Widths of the block tables: that of the longest sequence, and a quarter of it where that saves something."""
         most = -(-self.limits.max_model_len // self.page_tokens)
-        widths = [most]
-        while widths[-1] > 8 and len(widths) < 3:
-            widths.append(-(-widths[-1] // 4))
-        return tuple(reversed(widths))
+        return (-(-most // 4), most) if most > 8 else (most,)
 
     @property
     def rows(self) -> tuple[int, ...]:
-        return _powers(1, self.limits.max_num_seqs, 4)
+        """Rows of decode steps: padding rows cost less than programs do to compile."""
+        return _powers(1, self.limits.max_num_seqs, 16)
 
     @property
     def tokens(self) -> tuple[int, ...]:
+        """Tokens of steps with chunks; what follows a hit is short."""
         return _powers(min(64, self.limits.max_num_batched_tokens), self.limits.max_num_batched_tokens, 8)
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
         """Every shape a plan can need."""
-        decode = [StepShape(b, b, p) for b in self.rows for p in self.pages]
-        chunks = [StepShape(t, b, p) for t in self.tokens for b in self._chunk_rows for p in self.pages]
-        return tuple(sorted(set(decode + chunks)))
-
-    @property
-    def _chunk_rows(self) -> tuple[int, ...]:
-        """A single prompt is the common case and must not pay for the tables of all rows."""
-        return tuple(sorted({1, self.limits.max_num_seqs}))
+        most = self.limits.max_num_seqs
+        mixed = {(t, 1) for t in self.tokens} | {(self.tokens[-1], most)}
+        decode = {(b, b) for b in self.rows}
+        return tuple(sorted(StepShape(t, b, p) for t, b in mixed | decode for p in self.pages))
 
     def fit(self, plan: StepPlan) -> StepShape:
-        """The smallest compiled shape that holds the plan."""
+        """The smallest compiled shape that holds the plan. A single prompt does not pay for the tables of all rows."""
         num_rows, pages = len(plan.rows), max(len(row.pages) for row in plan.rows)
         width = next(p for p in self.pages if p >= pages)
         if all(row.tokens is None for row in plan.rows):
             rows = next(b for b in self.rows if b >= num_rows)
             return StepShape(rows, rows, width)
-        rows = next(b for b in self._chunk_rows if b >= num_rows)
-        return StepShape(next(t for t in self.tokens if t >= plan.num_tokens), rows, width)
+        if num_rows == 1:
+            return StepShape(next(t for t in self.tokens if t >= plan.num_tokens), 1, width)
+        return StepShape(self.tokens[-1], self.limits.max_num_seqs, width)
 
 
 def _powers(first: int, last: int, factor: int) -> tuple[int, ...]:
