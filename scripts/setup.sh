@@ -95,7 +95,8 @@ build() {
 
 install() {
     : >"$unfinished"
-    "$venv" -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt -e ".[$extras]"
+    # Some builders warn at length that an editable installation is one.
+    PYTHONWARNINGS=ignore "$venv" -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt -e ".[$extras]"
 }
 
 seal() {
