@@ -5,6 +5,7 @@ rather than ignored, because ignoring one gives a network that runs and is wrong
 """
 
 import dataclasses
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -95,7 +96,7 @@ class ModelConfig:
         """Runs of equal blocks `(kinds, repeats)`; a block is a full layer and those that reuse its selection."""
         starts = [i for i, kind in enumerate(self.layers) if kind.full] + [self.num_layers]
         runs: list[tuple[tuple[LayerKind, ...], int]] = []
-        for start, stop in zip(starts, starts[1:]):
+        for start, stop in itertools.pairwise(starts):
             block = self.layers[start:stop]
             if runs and runs[-1][0] == block:
                 runs[-1] = (block, runs[-1][1] + 1)
@@ -107,11 +108,40 @@ class ModelConfig:
 # Keys whose value sizes no array here, or repeats another key's. `head_dim` is a trap: in the published file it is
 # neither the query/key width nor the value width.
 _IGNORED = frozenset(
-    "architectures dtype torch_dtype attention_dropout use_cache transformers_version head_dim num_key_value_heads "
-    "quantization_config pretraining_tp ep_size moe_layer_freq initializer_range bos_token_id "
-    "moe_router_dtype router_dtype output_attentions output_hidden_states return_dict num_experts _name_or_path "
-    "auto_map problem_type id2label label2id is_encoder_decoder chunk_size_feed_forward output_router_logits "
-    "max_window_layers seq_aux aux_loss_alpha topk_method".split()
+    (
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "attention_dropout",
+        "use_cache",
+        "transformers_version",
+        "head_dim",
+        "num_key_value_heads",
+        "quantization_config",
+        "pretraining_tp",
+        "ep_size",
+        "moe_layer_freq",
+        "initializer_range",
+        "bos_token_id",
+        "moe_router_dtype",
+        "router_dtype",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "num_experts",
+        "_name_or_path",
+        "auto_map",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "is_encoder_decoder",
+        "chunk_size_feed_forward",
+        "output_router_logits",
+        "max_window_layers",
+        "seq_aux",
+        "aux_loss_alpha",
+        "topk_method",
+    )
 )
 
 _FIXED: dict[str, tuple[Any, ...]] = {

@@ -6,7 +6,8 @@ The tree is plain `flax.struct` pytrees whose leaves are stacked over the layers
 """
 
 import dataclasses
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -221,8 +222,8 @@ def _indexer(cfg: ModelConfig, at: tuple[int, ...]) -> Indexer:
 
 def _gated(make: Callable, prefix: str, d: int, width: int, pad: Callable[[int], int]) -> tuple:
     """Gate, up and down of one SwiGLU; its width is what is sharded."""
-    into = dict(size=(width, d), axes=("width", None), shape=(pad(width), d))
-    out = dict(size=(d, width), axes=(None, "width"), shape=(d, pad(width)))
+    into = {"size": (width, d), "axes": ("width", None), "shape": (pad(width), d)}
+    out = {"size": (d, width), "axes": (None, "width"), "shape": (d, pad(width))}
     return (
         make(f"{prefix}.gate_proj.weight", **into),
         make(f"{prefix}.up_proj.weight", **into),
