@@ -20,8 +20,8 @@ PER_LAYER = {"a2a": 2, "ag_rs": 3, "psum": 3}
 TOKENS, TABLE = 4, 3
 # A dense layer that selects and a layer of experts that reuses its selection.
 CONFIG = toy.config("FS", "DM")
-# Three times the same block: one while loop, whose body is in the program once.
-SCANNED = toy.config("FSFSFS", "MMMMMM")
+# Twice the same block: one while loop, whose body is in the program once.
+SCANNED = toy.config("FSFS", "MMMM")
 
 _OP = re.compile(
     r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(-start)?\("
@@ -129,7 +129,7 @@ def test_br_18_network(geometry, backend):
 
 
 def test_br_18_scanned_blocks_are_one_body():
-    """Six layers in three equal blocks: the loop's body has two layers, within the same budget each."""
+    """Four layers in two equal blocks: the loop's body has two layers, within the same budget each."""
     text = forward_program(SCANNED, MESHES[1], AttentionOptions("a2a"))
     assert count(text) == budget(MESHES[1], "a2a")
     # The loop carries the caches; nothing is gathered before or after it but embedding and logits.
