@@ -32,10 +32,12 @@ class Row(NamedTuple):
     frozen: bool  # the draft's iterations share a selection
 
     def __str__(self):
-        words = [
-            f"{name}={value}" if isinstance(value, bool | int) else value for name, value in self._asdict().items()
-        ]
-        return "-".join(words)
+        def word(name, value):
+            if isinstance(value, bool):
+                return name if value else f"not_{name}"
+            return f"{name}{value}" if isinstance(value, int) else value
+
+        return "-".join(word(name, value) for name, value in self._asdict().items())
 
 
 VALUES = {
