@@ -2,15 +2,15 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dcpjax.attention import AttentionOptions
 from dcpjax.cache import PagedCache, Record, make_pool
 from dcpjax.runner import Limits, Runner
 from models.config import ModelConfig, from_hf
 from models.glm_moe_dsa import Network
-from models.params import Params, init, pad_to
+from models.params import Params, Weight, declare, map_weights, pad_to
 from tests.attention.paged import PAGE, Geometry
 
 RAW = {
@@ -47,10 +47,16 @@ def config(indexer: str = "FSF", ffn: str = "DMM", **more) -> ModelConfig:
 
 @functools.cache
 def params(cfg: ModelConfig, seed: int = 0) -> Params:
-    """Unpadded random weights; norms and biases are not those of a fresh network."""
-    leaves, tree = jax.tree.flatten(init(cfg, jax.random.key(seed)))
-    keys = jax.random.split(jax.random.key(seed + 1000), len(leaves))
-    return tree.unflatten([x + 0.1 * jax.random.normal(key, x.shape, x.dtype) for x, key in zip(leaves, keys)])
+    """Unpadded random weights, drawn with numpy: nothing to compile. Norms and biases are not a fresh network's."""
+    rng = np.random.default_rng(seed)
+
+    def draw(w: Weight) -> np.ndarray:
+        x = rng.normal(size=w.full_shape).astype(np.float32)
+        if w.start in ("one", "zero"):
+            return np.float32(w.start == "one") + 0.1 * x
+        return x if w.start == "normal" else x * np.float32(w.size[-1] ** -0.5)
+
+    return map_weights(draw, declare(cfg))
 
 
 @functools.cache
