@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -136,6 +137,21 @@ class LLM:
         self.runner.params = jax.tree.map(
             lambda new, old: jax.device_put(new, old.sharding), params, self.runner.params
         )
+
+    def describe(self) -> list[str]:
+        """Lines for a log: devices, mesh, bytes of the weights, and what the cache holds."""
+        runner, plan = self.runner, self.runner.net.plan
+        layout = runner.cache.latent.layout
+        weights = build.params_bytes(self.config, plan, runner.params.norm.dtype)
+        pools = jax.tree.leaves((runner.cache, runner.draft_cache))
+        cache = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in pools)
+        tokens = (layout.num_pages - 1) * layout.page_tokens
+        return [
+            "devices: " + ", ".join(str(device) for device in plan.mesh.devices.flat),
+            f"mesh: tp {plan.tp} × dcp {plan.dcp}; weights {weights / 1e6:,.1f} MB a device",
+            f"cache: {layout.num_pages} blocks of {layout.page_tokens} tokens, {layout.page_rows} rows of each on a rank, "
+            f"{cache / 1e6:,.1f} MB a device; {tokens:,} tokens in all, the longest sequence {self.max_model_len:,}",
+        ]
 
     def warm_up(self, progress=lambda done, total: None) -> None:
         """Compiles every step shape ahead; `progress(done, total)` is called after each."""

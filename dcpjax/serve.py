@@ -28,6 +28,7 @@ def main(
 ) -> int:
     """Serves until a signal; returns the exit code. `make_llm`: makes the model from the arguments of `LLM`."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every platform that is not there
     keys = [environment[name] for name in ("DCPJAX_API_KEY", "VLLM_API_KEY") if environment.get(name)]
     settings = parse(sys.argv[1:] if argv is None else argv, api_keys=keys[:1], draft_kv=_draft_kv(environment))
     for line in settings.warnings:
@@ -58,7 +59,8 @@ def _make_llm(arguments: dict[str, Any]) -> "LLM":
     from dcpjax.llm import LLM
 
     llm = LLM(**arguments)
-    log.info("devices: %s", ", ".join(str(device) for device in jax.devices()[:size]))
+    for line in llm.describe():
+        log.info(line)
     llm.warm_up(_show_progress)
     return llm
 
