@@ -66,11 +66,16 @@ class Pool:
         shape = self.data.shape
         if shape[1:3] != (self.layout.num_pages, self.layout.page_tokens):
             raise ConfigError(f"a pool of shape {shape} does not have the pages of {self.layout}")
-        parts = shape[2] // self.data.sharding.shard_shape(shape)[2]
+        sharding = self.data.sharding
+        parts = shape[2] // sharding.shard_shape(shape)[2]
         if parts != self.layout.shards:
             raise ConfigError(
                 f"the cache array is cut into {parts} shards but its layout says {self.layout.shards}: every rank "
                 f"would read its shard as the whole context. Build the pool with make_pool, which sets both from one value"
+            )
+        if parts > 1 and sharding.spec[2] not in ("dcp", ("dcp",)):
+            raise ConfigError(
+                f"the cache array is cut over {sharding.spec[2]}, pools are cut over 'dcp'; use make_pool"
             )
 
     def write(self, layer: jax.Array | int, values: jax.Array, slots: jax.Array, plan: MeshPlan) -> "Pool":

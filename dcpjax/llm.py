@@ -149,8 +149,8 @@ class LLM:
         return [
             "devices: " + ", ".join(str(device) for device in plan.mesh.devices.flat),
             f"mesh: tp {plan.tp} × dcp {plan.dcp}; weights {weights / 1e6:,.1f} MB a device",
-            f"cache: {layout.num_pages} blocks of {layout.page_tokens} tokens, {layout.page_rows} rows of each on a rank, "
-            f"{cache / 1e6:,.1f} MB a device; {tokens:,} tokens in all, the longest sequence {self.max_model_len:,}",
+            f"cache: {layout.num_pages} blocks of {layout.page_tokens} tokens, {layout.page_rows} of them on a rank",
+            f"cache: {cache / 1e6:,.1f} MB a device; {tokens:,} tokens, the longest sequence {self.max_model_len:,}",
         ]
 
     def warm_up(self, progress=lambda done, total: None) -> None:
