@@ -9,7 +9,6 @@ import itertools
 import pathlib
 from typing import NamedTuple
 
-import jax
 import numpy as np
 import pytest
 
@@ -136,14 +135,6 @@ class Golden:
 
     def equal(self, name: str, got: np.ndarray) -> None:
         np.testing.assert_array_equal(got, self.want[name], err_msg=name, strict=True)
-
-
-@pytest.fixture(scope="module")
-def quick_compile():
-    """Tiny programs run once: compiling them well takes longer than it saves. Other tests compile in full."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(

@@ -11,6 +11,8 @@ from dcpjax.errors import CheckpointError, ConfigError, RequestError
 from models.weights import save
 from tests.engine import small
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 LENGTH, PAGE = 32, 8
 ENGINE = {
     "block_size": PAGE,

@@ -13,6 +13,8 @@ from dcpjax import LLM, SamplingParams
 from dcpjax.errors import CacheFullError, CheckpointError, ConfigError, RequestError
 from tests.engine import small
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 ENGINE = {
     "tensor_parallel_size": 2,
     "decode_context_parallel_size": 2,

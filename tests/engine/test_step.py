@@ -15,6 +15,8 @@ from dcpjax.host.request import Request
 from dcpjax.step import MAX_STOP_IDS, StepShape
 from tests.engine import small
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 PAGE, ROWS = 8, 3
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
