@@ -216,6 +216,8 @@ class LLM:
         ids = self._check_ids("token_ids", token_ids)
         if not self.config.has_mtp:
             raise ConfigError("this checkpoint has no MTP layer, so it cannot draft")
+        if k < 0:
+            raise RequestError(f"k: got {k}, the number of drafts must be at least 0")
         pages = self._borrow(len(ids) + k)
         try:
             return self._tracer.draft(ids, k, pages)
