@@ -40,3 +40,15 @@ def _processor() -> str:
 def data() -> pathlib.Path:
     """Folder of the files that tests read."""
     return ROOT / "tests" / "data"
+
+
+@pytest.fixture(scope="module")
+def quick_compile():
+    """Tiny programs that run a few times: compiling them well takes longer than it saves.
+
+    The random mixes (engine/test_oracle.py), the collectives and the servers do without, so that what users run is
+    tested too.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -23,6 +23,8 @@ from tests.attention.paged import (
     slots_of,
 )  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 TOKENS, TABLE = 32, 5
 QUERIES = AttentionOptions(movement="queries")
 ROWS = AttentionOptions(movement="rows", tile_tokens=2 * PAGE)

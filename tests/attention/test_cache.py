@@ -27,6 +27,8 @@ from tests.attention.paged import (
     shards,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 WIDTH = 3
 RECORD = Record(WIDTH, jnp.float32, 4 * WIDTH)
 write = jax.jit(lambda pool, layer, values, slots, plan: pool.write(layer, values, slots, plan), static_argnames="plan")

@@ -34,6 +34,8 @@ from tests.attention.paged import (
     same_bits,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 CFG = toy.config("FS", "DM")
 GEOMETRY = Geometry(4, 2, num_pages=16)
 NET = Network(CFG, GEOMETRY.plan, AttentionOptions())

@@ -12,6 +12,8 @@ from dcpjax.batch import ForwardBatch
 from dcpjax.pallas_kernels.topk import NO_SLOT, topk_candidates
 from tests.attention.paged import PAGE, Geometry, columns, pool_of, slots_of
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 REQUESTS, TABLE, TOPK = 12, 3, 5
 SIZE = TABLE * PAGE
 GEOMETRIES = {

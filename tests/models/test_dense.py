@@ -16,10 +16,20 @@ from models.config import from_hf
 from models.params import init
 from models.weights import load
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "golden"
 ATOL = 2e-4
 # (case, prefix of its arrays, latent norm epsilon: None is the config's own)
 CASES = [("a_freq4", "", 1e-6), ("b_group2", "", 1e-6), ("b_group2", "cfgeps_", None), ("c_wide", "", 1e-6)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compile():
+    """Tiny programs that run a few times: compiling them well takes longer than it saves."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache

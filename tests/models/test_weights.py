@@ -20,6 +20,8 @@ from models.config import from_hf, read_config
 from models.params import abstract, declare, init, is_weight, pad_to
 from models.weights import load, save
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 GOLDENS = ("a_freq4", "b_group2", "c_wide")
 WRONG = "model.layers.1.self_attn.q_b_proj.weight"
 

@@ -1,0 +1,116 @@
+"""The main job: `make serve`, then chats with the trained tiny model whose cache is dealt out to four ranks."""
+
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import threading
+
+import httpx
+import openai
+import pytest
+
+from models.train import tables
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+class Made:
+    """`make serve` in a process group of its own, on a free port."""
+
+    def __init__(self, *flags: str):
+        self.process = subprocess.Popen(
+            ["make", "serve", f"ARGS=--port 0 {' '.join(flags)}"],
+            cwd=ROOT,
+            env={k: v for k, v in os.environ.items() if not k.startswith("MAKE")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self.url = ""
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if found := re.fullmatch(r"Ready: (http://\S+) \(model \S+, [\d.]+ s\)\n", line):
+                self.url = found[1]
+                break
+        assert self.url, "".join(self.lines)
+        # Somebody must go on reading, or the server stops at a full pipe.
+        self.reader = threading.Thread(target=self.lines.extend, args=(self.process.stdout,), daemon=True)
+        self.reader.start()
+
+    def stop(self) -> int:
+        """SIGINT to the whole group, as a terminal sends it; the exit code of make."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        code = self.process.wait(30)
+        self.reader.join(5)
+        self.process.stdout.close()
+        return code
+
+
+@pytest.fixture(scope="module")
+def server():
+    made = Made("--max-num-seqs", "1", "--max-num-batched-tokens", "64")
+    yield made
+    if made.process.poll() is None:
+        os.killpg(made.process.pid, signal.SIGKILL)
+        made.process.wait()
+        made.process.stdout.close()
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_a_streamed_chat_says_what_an_unstreamed_one_says(client):
+    wish = {
+        "model": client.models.list().data[0].id,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "temperature": 0,
+        "max_completion_tokens": 96,
+    }
+    whole = client.chat.completions.create(**wish)
+    assert "Paris" in whole.choices[0].message.content
+    assert whole.choices[0].finish_reason == "stop"
+    reasoning, content = "", ""
+    for chunk in client.chat.completions.create(**wish, stream=True):
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        reasoning += (delta.model_extra or {}).get("reasoning_content") or ""
+    assert content == whole.choices[0].message.content
+    assert reasoning == (whole.choices[0].message.model_extra.get("reasoning_content") or "")
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_look_up_in_two_thousand_tokens_is_right(client, server, seed):
+    rng = random.Random(seed)
+    table = tables.table(rng, 260, digits=4)
+    name, code = table.entries[rng.randrange(10, 50)]
+
+    def messages(lines: int) -> list[dict[str, str]]:
+        text = "\n".join(table.text.split("\n")[: lines + 1])
+        return [{"role": "user", "content": f"{text}\n\nWhat is the code of {name}?"}]
+
+    def tokens(lines: int) -> int:
+        return httpx.post(f"{server.url}/tokenize", json={"messages": messages(lines)}, timeout=30).json()["count"]
+
+    lines = next(n for n in range(60, 261) if tokens(n) >= 2010)
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=messages(lines),
+        temperature=0,
+        max_completion_tokens=64,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    assert answer.usage.prompt_tokens >= 2000
+    assert code in answer.choices[0].message.content, (name, code, answer.choices[0].message.content)
+
+
+def test_an_interrupt_ends_it_well(server):
+    server.stop()
+    assert any("shut" in line.lower() or "drain" in line.lower() for line in server.lines), server.lines[-5:]
