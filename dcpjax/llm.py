@@ -1,13 +1,18 @@
 """`LLM`: load a model, generate, and look inside; what notebooks and tests use."""
 
+import contextlib
 import dataclasses
 import json
 import math
+import operator
 import pathlib
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from dcpjax import build
 from dcpjax.engine import EngineCore
@@ -182,8 +187,11 @@ class LLM:
                 requests.append([])
                 for choice in range(wanted.n):
                     requests[-1].append(self.add(prompt, wanted, choice=choice))
-            while any(request.status != "finished" for choices in requests for request in choices):
-                self.engine.step()
+            with _interrupts_held() as pending:
+                while any(request.status != "finished" for choices in requests for request in choices):
+                    self.engine.step()
+                    if pending:
+                        raise KeyboardInterrupt
         except BaseException:
             for choices in requests:
                 for request in choices:
@@ -207,7 +215,8 @@ class LLM:
             self._check_ids("next_token", [next_token])
         pages = self._borrow(len(ids) + (next_token is not None))
         try:
-            return self._tracer.trace(ids, None if next_token is None else int(next_token), pages)
+            with _interrupts_held():
+                return self._tracer.trace(ids, None if next_token is None else int(next_token), pages)
         finally:
             self._give_back(pages)
 
@@ -216,11 +225,12 @@ class LLM:
         ids = self._check_ids("token_ids", token_ids)
         if not self.config.has_mtp:
             raise ConfigError("this checkpoint has no MTP layer, so it cannot draft")
-        if k < 0:
-            raise RequestError(f"k: got {k}, the number of drafts must be at least 0")
+        if isinstance(k, bool) or not isinstance(k, int) or k < 0:
+            raise RequestError(f"k: got {k!r}, the number of drafts must be a whole number, at least 0")
         pages = self._borrow(len(ids) + k)
         try:
-            return self._tracer.draft(ids, k, pages)
+            with _interrupts_held():
+                return self._tracer.draft(ids, k, pages)
         finally:
             self._give_back(pages)
 
@@ -239,36 +249,83 @@ class LLM:
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            return _as_ids("prompts", prompt)
         if self.tokenizer is None:
             raise RequestError("prompts: this model has no tokenizer; give token ids")
         return self.tokenizer.encode(prompt)
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> list[int]:
-        ids = [int(token) for token in ids]
-        if not ids or not all(0 <= token < self.config.vocab_size for token in ids):
-            raise RequestError(f"{name}: give at least one id, each below the vocabulary of {self.config.vocab_size}")
+        ids = _as_ids(name, ids)
+        bad = [token for token in ids if not 0 <= token < self.config.vocab_size]
+        if not ids or bad:
+            got = f"got id {bad[0]}" if bad else "got none"
+            raise RequestError(
+                f"{name}: {got}; give at least one id, each below the vocabulary of {self.config.vocab_size}"
+            )
         return ids
 
     def _as_params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or SamplingParams()] * count
+        if isinstance(given, dict) or not all(isinstance(params, SamplingParams) for params in given):
+            raise RequestError("sampling_params: give a SamplingParams, or a list of one for each prompt")
         if len(given) != count:
             raise RequestError(f"sampling_params: got {len(given)} for {count} prompts; give one, or one for each")
         return list(given)
 
 
 def _as_list(prompts: Any) -> list[Any]:
+    """One prompt or several → a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts: got {type(prompts).__name__}; give a text, a list of token ids, or a list of those"
+        )
     prompts = list(prompts)
-    if prompts and not isinstance(prompts[0], str | Sequence) and not _is_array(prompts[0]):
-        return [prompts]
-    return prompts
+    flat = prompts and not isinstance(prompts[0], Iterable)
+    return [prompts] if flat or _is_scalar(prompts) else prompts
 
 
-def _is_array(x: Any) -> bool:
-    return getattr(x, "ndim", 0) > 0
+def _is_scalar(prompts: list[Any]) -> bool:
+    """Whether these are the 0-d elements of one array."""
+    return bool(prompts) and isinstance(prompts[0], np.ndarray | jax.Array) and prompts[0].ndim == 0
+
+
+def _as_ids(name: str, ids: Any) -> list[int]:
+    """Token ids as Python ints. Anything that is not a list of whole numbers is refused, not rounded."""
+    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
+        raise RequestError(f"{name}: got {type(ids).__name__}; give a list of token ids")
+    try:
+        return [operator.index(token) for token in ids]
+    except TypeError:
+        raise RequestError(f"{name}: token ids must be whole numbers, got {list(ids)!r:.200}") from None
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[list[int]]:
+    """Holds Ctrl-C back while a step may have given its buffers away: an exception between the call and the assignment
+    of what came back would lose the caches. The yielded list tells whether one came; it is raised at the end at the
+    latest, a second one at once.
+    """
+    pending: list[int] = []
+    usual = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
+        yield pending
+        return
+
+    def hold(number: int, frame: Any) -> None:
+        if pending:
+            usual(number, frame)
+        pending.append(number)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield pending
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if pending:
+        raise KeyboardInterrupt
 
 
 def _output(choices: list[Request]) -> RequestOutput:

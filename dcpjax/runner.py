@@ -168,6 +168,12 @@ class Runner:
             bad = [i for i in given if not 0 <= i < size]
             if bad:
                 raise RequestError(f"{name}: token id {bad[0]} is not in the vocabulary of {size} ids")
+        room = request.limit - len(request.prompt)
+        if request.params.min_tokens > max(room, 0):
+            raise RequestError(
+                f"min_tokens: got {request.params.min_tokens}, but at most {room} tokens can follow this prompt within "
+                f"max_tokens and max_model_len {self.max_model_len}"
+            )
         wanted = request.params.logprobs
         if wanted is not None and wanted > size:
             raise RequestError(f"logprobs: got {wanted}, the vocabulary has {size} ids; use -1 for all")

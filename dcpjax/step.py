@@ -24,6 +24,8 @@ from models.params import Params
 # End-of-text and stop ids a row can mask before min_tokens.
 MAX_STOP_IDS = 32
 
+_MOST = 2**31 - 1
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class StepShape:
@@ -73,9 +75,10 @@ def pack(plan: StepPlan, shape: StepShape, num_rows: int, eos_ids: tuple[int, ..
 
 def _pack_sampling(at: dict, stops: np.ndarray, b: int, request: Request, eos_ids: tuple[int, ...]) -> None:
     p = request.params
-    at["choice"][b], at["top_k"][b] = request.choice, max(p.top_k, 0)
+    # Wishes beyond any vocabulary or length mean the same as the largest number.
+    at["choice"][b], at["top_k"][b] = request.choice, min(max(p.top_k, 0), _MOST)
     at["seed"][b] = np.uint32(request.seed).view(np.int32)
-    at["min_len"][b] = len(request.prompt) + p.min_tokens if p.min_tokens else 0
+    at["min_len"][b] = min(len(request.prompt) + p.min_tokens, _MOST) if p.min_tokens else 0
     at["biased"][b], at["keep_vocab"][b] = bool(p.logit_bias), uses_vocab(request)
     floats = (0.0 if p.greedy else p.temperature, p.top_p, p.min_p)
     floats += (p.presence_penalty, p.frequency_penalty, p.repetition_penalty)

@@ -7,7 +7,7 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -59,6 +59,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
+        for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
+            if value is not None and (isinstance(value, bytes | Mapping) or not isinstance(value, Iterable)):
+                raise RequestError(f"{name}: got {value!r:.200}, it must be a list")
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias: got {self.logit_bias!r:.200}, it must map token ids to numbers")
         # Set once, while the object is made: readers then meet one form only.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))

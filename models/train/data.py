@@ -96,7 +96,7 @@ class Feed:
         done, waiting = self._done.setdefault(key, []), self._waiting.setdefault(key, collections.deque())
         chunk = max(4, 16_384 // length)
         pieces, have = [], 0
-        while have < max(count, 1):
+        while have < count or not pieces:
             self._order(key, chunk)
             if waiting and (waiting[0].done() or not done):
                 done.append(waiting.popleft().result())
@@ -105,7 +105,7 @@ class Feed:
                 piece = done[self._rng.integers(len(done))]
             else:
                 self._seed += 1
-                piece = chat_rows(self._tokenizer, self._seed, min(chunk, count), length, lookups)
+                piece = chat_rows(self._tokenizer, self._seed, min(chunk, max(count, 1)), length, lookups)
             pieces.append(piece)
             have += len(piece[0])
         rows, weights = (np.concatenate(x)[:count] for x in zip(*pieces))

@@ -16,7 +16,6 @@ from models.config import ModelConfig
 from models.params import Params
 from models.train import data, generator, network, tables, toolcalls, words
 
-STEPS = 96  # tokens by which prompts are continued
 LENGTHS = (512, 1024, 2048, 4096)
 _QUESTIONS = (
     [(f"What is the capital of {c}?", words.CAPITALS[c]) for c in ("France", "Japan", "Egypt", "Peru", "Norway", "Kenya")]
@@ -30,13 +29,20 @@ _QUESTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """A network to be checked. `batch` sequences of `length` tokens are continued at once."""
+    """A network to be checked. `batch` sequences of `length` tokens at once are continued by `steps`; `k` drafts."""
 
     params: Params
     cfg: ModelConfig
     tokenizer: tokenizers.Tokenizer
     batch: int = 64
     length: int = 512
+    steps: int = 96
+    k: int = 5
+
+    @property
+    def room(self) -> int:
+        """Tokens of a prompt that can be continued."""
+        return self.length - self.steps - 8
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -94,15 +100,15 @@ def compile_ahead(bench: Bench, lengths: tuple[int, ...]) -> list[Any]:
     counts = jax.ShapeDtypeStruct((bench.batch,), jnp.int32)
     heat, key = jax.ShapeDtypeStruct((), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
     return [
-        program(proceed, rows(bench.batch, bench.length), counts, key, heat, steps=STEPS),
-        program(draft_tokens, rows(16, bench.length), k=5),
+        program(proceed, rows(bench.batch, bench.length), counts, key, heat, steps=bench.steps),
+        program(draft_tokens, rows(16, bench.length), k=bench.k),
         *(program(best_tokens, rows(4, n), sparse=True) for n in lengths),
         program(best_tokens, rows(4, lengths[-1]), sparse=False),
     ]
 
 
-def prolong(bench: Bench, prompts: list[list[int]], steps: int, heat: float = 0.0, seed: int = 0) -> np.ndarray:
-    """Rows `[n, length]`: each prompt and `steps` tokens (greedy, or sampled at temperature `heat`), zeros behind."""
+def prolong(bench: Bench, prompts: list[list[int]], heat: float = 0.0, seed: int = 0) -> np.ndarray:
+    """Rows `[n, length]`: each prompt and `bench.steps` tokens (greedy, or sampled at temperature `heat`), zeros behind."""
     out = []
     for start in range(0, len(prompts), bench.batch):
         group = prompts[start : start + bench.batch]
@@ -111,18 +117,18 @@ def prolong(bench: Bench, prompts: list[list[int]], steps: int, heat: float = 0.
             row[: len(prompt)] = prompt
         lengths = np.array([len(p) for p in group] + [1] * (bench.batch - len(group)), np.int32)
         key = jax.random.key(seed + start)
-        rows = proceed(bench.params, rows, lengths, key, np.float32(heat), bench.cfg, steps=steps)
+        rows = proceed(bench.params, rows, lengths, key, np.float32(heat), bench.cfg, steps=bench.steps)
         out.append(np.asarray(rows)[: len(group)])
     return np.concatenate(out)
 
 
-def answers(bench: Bench, prompts: list[str], steps: int = STEPS) -> list[str]:
+def answers(bench: Bench, prompts: list[str]) -> list[str]:
     """Greedy answers up to the token that ends the turn."""
     ids = [bench.ids(p) for p in prompts]
     ends = {bench.tokenizer.token_to_id(t) for t in ("<|user|>", "<|observation|>", "<|endoftext|>")}
     texts = []
-    for prompt, row in zip(ids, prolong(bench, ids, steps)):
-        new = row[len(prompt) : len(prompt) + steps].tolist()
+    for prompt, row in zip(ids, prolong(bench, ids), strict=True):
+        new = row[len(prompt) : len(prompt) + bench.steps].tolist()
         stop = next((i for i, t in enumerate(new) if t in ends), len(new))
         texts.append(bench.tokenizer.decode(new[:stop], skip_special_tokens=False))
     return texts
@@ -179,17 +185,17 @@ def losses(bench: Bench, feed: data.Feed, length: int, count: int) -> tuple[dict
 
 
 def _draft_load(bench: Bench, rows: np.ndarray) -> np.ndarray:
-    parts = [draft_tokens(bench.params, rows[i : i + 16], bench.cfg, k=5)[1] for i in range(0, len(rows), 16)]
+    parts = [draft_tokens(bench.params, rows[i : i + 16], bench.cfg, k=bench.k)[1] for i in range(0, len(rows), 16)]
     return np.concatenate([np.asarray(p) for p in parts]).mean(0)
 
 
-def accepted(bench: Bench, prompts: list[list[int]], steps: int, k: int = 5) -> dict[str, Any]:
+def accepted(bench: Bench, prompts: list[list[int]]) -> dict[str, Any]:
     """Greedy drafts accepted per step of the engine on the model's own continuation, and per position."""
-    rows = prolong(bench, prompts, steps)
+    k, rows = bench.k, prolong(bench, prompts)
     parts = [draft_tokens(bench.params, rows[i : i + 16], bench.cfg, k=k)[0] for i in range(0, len(rows), 16)]
     counts, reached, right = [], np.zeros(k), np.zeros(k)
     for prompt, row, guess in zip(prompts, rows, np.concatenate([np.asarray(p) for p in parts]), strict=True):
-        at, end = len(prompt) - 1, len(prompt) + steps - 1
+        at, end = len(prompt) - 1, len(prompt) + bench.steps - 1
         while at + k + 1 <= end:
             hits = [guess[j, at] == row[at + j + 2] for j in range(k)]
             count = hits.index(False) if False in hits else k
@@ -204,17 +210,17 @@ def accepted(bench: Bench, prompts: list[list[int]], steps: int, k: int = 5) -> 
     }
 
 
-def chat_prompts(bench: Bench, count: int, seed: int, room: int) -> list[list[int]]:
+def chat_prompts(bench: Bench, count: int, seed: int) -> list[list[int]]:
     """Unseen chats, each cut before one of the model's turns."""
     rng, out = random.Random(seed), []
     opening = bench.tokenizer.token_to_id("</think>"), bench.tokenizer.token_to_id("<|assistant|>")
     while len(out) < count:
-        ids = bench.ids(generator.document(rng, room, 0.2))
+        ids = bench.ids(generator.document(rng, bench.room, 0.2))
         turns = [i for i, t in enumerate(ids) if t == opening[1]]
         cut = rng.choice(turns) + 2
         if ids[cut : cut + 1] == [opening[0]]:
             cut += 1
-        if cut <= room:
+        if cut <= bench.room:
             out.append(ids[:cut])
     return out
 
@@ -227,7 +233,7 @@ def tool_calls(bench: Bench, count: int, seed: int = 3) -> float:
         if not messages[1].get("tool_calls"):
             continue
         prompt = generator.render(messages[:1], tools, thinking=False, prompt=True)
-        if len(bench.ids(prompt)) > bench.length - STEPS:
+        if len(bench.ids(prompt)) > bench.room:
             continue
         prompts.append(prompt)
         wanted.append("".join(toolcalls.call_text(c["function"]) for c in messages[1]["tool_calls"]))
@@ -254,10 +260,9 @@ def check(bench: Bench, feed: data.Feed, count: int, lengths: tuple[int, ...] = 
     report["tool calls"] = tool_calls(bench, count)
     report["look-ups"] = {n: look_up(bench, n, count) for n in lengths}
     report["look-ups, dense"] = {n: look_up(bench, n, count, sparse=False) for n in lengths[-1:]}
-    room = bench.length - STEPS - 8
-    report["drafts on chats"] = accepted(bench, chat_prompts(bench, count, 5, room), STEPS)
-    code = feed.text(count, min(255, room), "held_out", "python").astype(np.int32).tolist()
-    report["drafts on source code"] = accepted(bench, code, STEPS)
+    report["drafts on chats"] = accepted(bench, chat_prompts(bench, count, 5))
+    code = feed.text(count, min(255, bench.room), "held_out", "python").astype(np.int32).tolist()
+    report["drafts on source code"] = accepted(bench, code)
     report["loss"], report["least load"] = losses(bench, feed, bench.length, count)
     return report
 

@@ -175,7 +175,7 @@ def next_token_loss(
     return loss + index_loss, {"loss": loss, "index": index_loss, "load": load.mean(0)}
 
 
-def draft_loss(mtp: Any, params: Params, rows: jax.Array, weights: jax.Array, cfg: ModelConfig, k: int = 5):
+def draft_loss(mtp: Any, params: Params, rows: jax.Array, weights: jax.Array, cfg: ModelConfig, k: int):
     """Σ 0.9^(j−1) · cross-entropy of draft j against the target's own distribution, over rows `[B, S+1]`."""
     params = half(params.replace(mtp=mtp))
     size = rows.shape[1] - 1

@@ -40,6 +40,7 @@ class Task:
     draft: bool = False
     lookups: float = 0.35
     chat_share: float = 0.5
+    k: int = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +85,9 @@ def smoke_plan() -> Plan:
     """A minute on two cores: every code path once, on half the layers and short rows; little is learned."""
     phases = (
         Phase("trunk", 0.0, (Task(96, 4, True, True, lookups=0.5),), (1.0, 1.0)),
-        Phase("draft", 0.0, (Task(320, 4, draft=True),), (1.0, 1.0)),
+        Phase("draft", 0.0, (Task(224, 2, draft=True, k=2),), (1.0, 1.0)),
     )
-    return Plan(phases, 0, 4, {"batch": 4, "length": 320}, 12, 4, (320,), num_layers=3)
+    return Plan(phases, 0, 4, {"batch": 4, "length": 224, "steps": 8, "k": 2}, 10, 4, (224,), num_layers=3)
 
 
 @dataclasses.dataclass
@@ -150,7 +151,7 @@ class Trainer:
 
 def _step(task: Task, cfg: ModelConfig, optimiser, learned, state, given, rows, weights, rate):
     if task.draft:
-        loss = functools.partial(network.draft_loss, params=given, rows=rows, weights=weights, cfg=cfg)
+        loss = functools.partial(network.draft_loss, params=given, rows=rows, weights=weights, cfg=cfg, k=task.k)
     else:
         loss = functools.partial(
             network.next_token_loss, rows=rows, weights=weights, cfg=cfg, sparse=task.sparse, teach=task.teach
@@ -254,13 +255,12 @@ def _own_text(bench: gates.Bench, feed: data.Feed, count: int) -> tuple[np.ndarr
 
     Half of the prompts are chats, half source code.
     """
-    room = bench.length - gates.STEPS - 8
-    prompts = gates.chat_prompts(bench, count // 2, 77, room)
-    prompts += feed.text(count - count // 2, min(255, room), only="python").astype(int).tolist()
-    rows = gates.prolong(bench, prompts, gates.STEPS, heat=0.8)
+    prompts = gates.chat_prompts(bench, count // 2, 77)
+    prompts += feed.text(count - count // 2, min(255, bench.room), only="python").astype(int).tolist()
+    rows = gates.prolong(bench, prompts, heat=0.8)
     at = np.arange(bench.length)[None]
     size = np.array([len(p) for p in prompts])[:, None]
-    weights = np.where(at < size - 1, 20, np.where(at < size + gates.STEPS - 1, 100, 0)).astype(np.uint8)
+    weights = np.where(at < size - 1, 20, np.where(at < size + bench.steps - 1, 100, 0)).astype(np.uint8)
     return np.pad(rows, ((0, 0), (0, 1))).astype(np.uint16), weights
 
 
@@ -301,6 +301,8 @@ def main() -> None:
         jax.config.update("jax_compilation_cache_dir", args.compile_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if args.smoke:
+        # tiny programs that run a few times: compiling them well takes longer than it saves
+        jax.config.update("jax_disable_most_optimizations", True)
         smoke(args.out / "smoke")
         return
     if args.prepare or not (args.data / "text.npz").is_file():
