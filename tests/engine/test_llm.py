@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import signal
 
 import chex
 import jax
@@ -349,3 +350,53 @@ def test_without_a_tokenizer(tmp_path):
     ):
         with pytest.raises(RequestError, match="no tokenizer"):
             call()
+
+
+# --- what cannot be a wish ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [None, 5, b"abc", {"prompt": [1]}, [1.7, 2.2], [5, "a"], ["a", 5], [[1], None], [[1.5]], "text and", [[]]],
+)
+def test_what_is_no_prompt_is_refused(llm, prompts):
+    if prompts == "text and":  # a text is one; a batch that ends in none is not
+        prompts = ["ab", None]
+    with pytest.raises(RequestError):
+        llm.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("stop", 5), ("stop_token_ids", 5), ("logit_bias", [1, 2]), ("stop", {"a": 1})]
+)
+def test_parameters_of_the_wrong_form_are_refused(name, value):
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**{name: value})
+
+
+def test_huge_wishes_are_served_or_refused(llm):
+    assert len(one(llm, top_k=2**40, temperature=1.0, seed=1).token_ids) == 16
+    with pytest.raises(RequestError, match="min_tokens"):
+        llm.generate(PROMPT, dataclasses.replace(GREEDY, max_tokens=None, min_tokens=10**12))
+    for k in (-1, 1.5, "3", True, None):
+        with pytest.raises(RequestError, match="k: got"):
+            llm.draft(PROMPT, k)
+
+
+def test_an_interrupt_waits_for_the_step(llm, monkeypatch):
+    """An interrupt inside a step, after the caches were given away, must not lose them."""
+    want, run, rang = one(llm).token_ids, type(llm.runner)._run, []
+
+    def interrupted(runner, plan, shape):
+        if len(rang) < 1:
+            rang.append(shape)
+            signal.raise_signal(signal.SIGINT)
+        return run(runner, plan, shape)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llm.runner), "_run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPT, GREEDY)
+    assert rang and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    llm.engine.drain()
+    assert one(llm).token_ids == want
