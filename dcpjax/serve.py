@@ -61,12 +61,22 @@ def _make_llm(arguments: dict[str, Any]) -> "LLM":
     llm = LLM(**arguments)
     for line in llm.describe():
         log.info(line)
-    llm.warm_up(_show_progress)
+    _warm_up(llm)
     return llm
 
 
-def _show_progress(done: int, total: int) -> None:
-    log.info("compiled %d of %d shapes", done, total)
+def _warm_up(llm: "LLM") -> None:
+    """Compiles every shape; a bar on a terminal, else a line for each."""
+    if not sys.stderr.isatty():
+        llm.warm_up(lambda done, total: log.info("compiled %d of %d shapes", done, total))
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    columns = ("compiling", BarColumn(), MofNCompleteColumn(), "shapes", TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("compiling", total=None)
+        llm.warm_up(lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def _draft_kv(environment: Mapping[str, str]) -> str | None:
