@@ -24,14 +24,6 @@ ATOL = 2e-4
 CASES = [("a_freq4", "", 1e-6), ("b_group2", "", 1e-6), ("b_group2", "cfgeps_", None), ("c_wide", "", 1e-6)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compile():
-    """Tiny programs that run a few times: compiling them well takes longer than it saves."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
 def golden(case, prefix, eps):
     folder = GOLDEN / case

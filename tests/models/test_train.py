@@ -22,12 +22,7 @@ from models.weights import load
 GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "golden" / "a_freq4"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compile():
-    """Tiny programs that run a few times: compiling them well takes longer than it saves."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @functools.cache

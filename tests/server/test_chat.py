@@ -1,6 +1,7 @@
 """Chat over a real socket: the reasoning split, streams, templates, tools in the prompt, logprobs."""
 
 import httpx
+import openai
 import pytest
 
 from dcpjax.server.protocol import ChatBody
@@ -191,7 +192,6 @@ def test_the_answer_takes_the_rest_of_the_context_by_default(client):
 
 
 def test_openai_client(server):
-    openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         messages = [{"role": "user", "content": "Hi"}]
         answer = client.chat.completions.create(model="alias", messages=messages, seed=1)
