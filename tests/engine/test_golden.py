@@ -9,6 +9,7 @@ import itertools
 import pathlib
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
@@ -147,6 +148,8 @@ def golden(request, quick_compile):
     yield golden
     del golden.llm
     gc.collect()  # pools and programs of many engines would pile up
+    if request.config.option.markexpr == "matrix":
+        jax.clear_caches()  # a process has room for some thousand compiled programs, then it crashes
 
 
 def test_trace(golden):
