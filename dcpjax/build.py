@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dcpjax import capacity
 from dcpjax.attention import AttentionOptions
-from dcpjax.cache import PagedCache, check_readable, make_pool
+from dcpjax.cache import PagedCache, make_pool
 from dcpjax.capacity import CacheShape
 from dcpjax.collectives import check_backend
 from dcpjax.errors import ConfigError
@@ -82,7 +82,6 @@ def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
     shape = capacity.cache_shape(
         cfg, plan, _cache_kind(config.kv_cache_dtype, dtype), config.index_shards, config.draft_kv
     )
-    check_readable(shape.latent)
     # The geometry is checked with one page before the number of pages is known.
     layout = CacheLayout(1, config.block_size, plan.dcp, config.interleave)
     on_cpu = plan.platform == "cpu"
@@ -92,11 +91,6 @@ def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
         raise ConfigError(
             f"max_num_batched_tokens {tokens} is too small: each of {seqs} rows (max_num_seqs) needs a token a step. "
             "Raise it, or lower max_num_seqs"
-        )
-    if tokens < seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens {tokens} must be at least max_num_seqs {seqs}: each running request takes a token "
-            "of every step. Raise it, or lower max_num_seqs"
         )
     length = _wanted_length(config.max_model_len, cfg)
     pages = config.num_blocks
