@@ -12,7 +12,7 @@ class PlannedRow:
     """One request's part of a step: a chunk of tokens the host knows, or a decode row whose token is on the device.
 
     row: its row slot on the device, 0 … max_num_seqs − 1; constant from admission to release.
-    num_tokens: query tokens; in a decode row always 1 + num_drafts.
+    num_tokens: query tokens; in a decode row always 1 + the plan's num_drafts.
     start: position of the first one. Exact in a chunk. In a decode row the most it can be: the device knows the real
         one, which is lower if drafts of a step in flight are rejected, and masks what would pass the request's limit.
     tokens: a chunk's tokens; None in a decode row.
@@ -36,10 +36,17 @@ class PlannedRow:
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """One step: decode rows first, then chunks. `epoch` numbers the dispatched steps: 1, 2, …"""
+    """One step: decode rows first, then chunks.
+
+    epoch: numbers the dispatched steps: 1, 2, …
+    num_drafts: drafts that each decode row verifies, and that each row which emits gets for its next step.
+    taken: pages that this plan took from the pool; what they hold is of no request.
+    """
 
     rows: tuple[PlannedRow, ...]
     epoch: int
+    num_drafts: int = 0
+    taken: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

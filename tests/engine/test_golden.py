@@ -1,7 +1,7 @@
 """`LLM` against the golden checkpoints: sets and tokens equal, floats within 2e-4, over meshes, pages and backends.
 
 Each row is one engine and runs all checks. The default rows cover every pair of values of two settings (but `APART`);
-`-m matrix` runs the full product of the settings, with checkpoint and draft mode dealt out in turn.
+`-m matrix` runs the full product of checkpoint, mesh, interleave and page size, with the other settings dealt out in turn.
 """
 
 import gc
@@ -52,6 +52,7 @@ VALUES = {
     "case": ("a_freq4", "b_group2", "b_cfgeps", "c_wide"),
     "frozen": (False, True),
 }
+MESHES = ((1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (4, 2))  # dcp, tp
 # Pairs that are left to the full product, for the sake of few rows.
 APART = ({"case", "dcp"}, {"case", "page"}, {"case", "backend"}, {"page", "backend"})
 
@@ -84,11 +85,17 @@ def pairs(row: Row) -> set[tuple]:
 
 
 def full_product() -> list[Row]:
-    """All settings on meshes with dcp; checkpoint and draft mode go round."""
-    names = [name for name in VALUES if name not in ("case", "frozen")]
-    turns = itertools.cycle(itertools.product(VALUES["case"], VALUES["frozen"]))
-    product = itertools.product(*(VALUES[name] for name in names))
-    rows = (Row(*values, *next(turns)) for values in product if possible(Row(*values, "a_freq4", True)))
+    """Every checkpoint on every mesh, interleave and page size; the other settings go round."""
+    dealt = ("draft_kv", "index_sharded", "backend", "chunk", "frozen")
+    turns = itertools.cycle(itertools.product(*(VALUES[name] for name in dealt)))
+    rows = (
+        Row(case=case, dcp=dcp, tp=tp, turn=turn, page=page, **dict(zip(dealt, next(turns), strict=True)))
+        for case in VALUES["case"]
+        for dcp, tp in MESHES
+        for turn in VALUES["turn"]
+        for page in VALUES["page"]
+        if page % dcp == 0 and (not turn or page > dcp > 1)  # else a turn is one token anyway
+    )
     return [row for row in rows if row not in ROWS]
 
 
