@@ -6,9 +6,12 @@ fewer bytes when it is traced: *queries* go to the rows (decode), or *rows* come
 """
 
 import dataclasses
+import functools
+import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from dcpjax import collectives
@@ -23,11 +26,13 @@ from dcpjax.pallas_kernels.topk import NO_SLOT, merge_candidates, topk_candidate
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """How parts travel. `movement` None lets the byte count decide; tests force "queries" or "rows"."""
+    """How parts travel. `movement` None lets the byte count decide; tests force "queries" or "rows". `debug`: every
+    device prints a line a layer to standard error; slow, and nothing of it is compiled without."""
 
     backend: str = "ag_rs"
     movement: str | None = None
     tile_tokens: int = 32768
+    debug: bool = False
 
 
 @struct.dataclass
@@ -102,12 +107,16 @@ def attend(
 
     def body(q, data, rows, count, slots, batch):
         if rows_move:
-            out = _attend_gathered(q, data, layer, slots, batch, pool, value_width, scale, options.tile_tokens)
+            out, lse = _attend_gathered(q, data, layer, slots, batch, pool, value_width, scale, options.tile_tokens)
+            if options.debug:
+                _report(layer, pool, q, rows[0], count[0], lse)
             return out.astype(q.dtype)
         flat = data.reshape(data.shape[0], layout.num_rows, data.shape[3])
         if layout.shards > 1:
             q = collectives.gather_ranks(q, axis=1)
         out, lse = _part(q, flat, layer, rows[0], count[0], value_width, scale)
+        if options.debug:
+            _report(layer, pool, q, rows[0], count[0], lse)
         if layout.shards > 1:
             # Parts travel in float32 unless they are dealt out first (a2a), where each is rounded once.
             part = out.astype(q.dtype) if options.backend == "a2a" else out
@@ -142,7 +151,7 @@ def _movement(q: jax.Array, pool: Pool, batch: ForwardBatch, options: AttentionO
 
 
 def _attend_gathered(q, data, layer, slots, batch, pool, value_width, scale, tile_tokens):
-    """Attention of this device's own heads, with the rows of all ranks gathered one tile of pages at a time."""
+    """Attention of this device's own heads and its LSE, with the rows of all ranks gathered one tile at a time."""
     layout = pool.layout
     width = batch.pages.shape[1]
     tile = min(width, max(1, tile_tokens // layout.page_tokens))
@@ -162,8 +171,26 @@ def _attend_gathered(q, data, layer, slots, batch, pool, value_width, scale, til
         count = jnp.sum(inside, axis=1, dtype=jnp.int32)
         parts.append(_part(q, flat, 0, row, count, value_width, scale))
     if len(parts) == 1:
-        return parts[0][0]
-    return merge_parts(jnp.stack([out for out, _ in parts]), jnp.stack([lse for _, lse in parts]))[0]
+        return parts[0]
+    return merge_parts(jnp.stack([out for out, _ in parts]), jnp.stack([lse for _, lse in parts]))
+
+
+def _report(layer, pool, q, rows, count, lse):
+    """Prints what this device holds of the selection, and the range of its LSE."""
+    shapes = f"q {list(q.shape)}, rows {list(rows.shape)}"
+    say = functools.partial(_print_report, pool.data.shape[0], pool.layout.shards, shapes)
+    jax.debug.callback(say, layer, jax.lax.axis_index("tp"), jax.lax.axis_index("dcp"), count, lse)
+
+
+def _print_report(num_layers, shards, shapes, layer, tp, dcp, count, lse):
+    finite = np.asarray(lse)[np.isfinite(lse)]
+    span = f"{finite.min():.4g}…{finite.max():.4g}" if finite.size else "none"
+    print(
+        f"attention: layer {int(layer)} of {num_layers}, tp {int(tp)}, dcp {int(dcp)}, {shards} shards: "
+        f"{int(np.sum(count))} selected rows here, at most {int(np.max(count))} a token; LSE {span}; {shapes}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def heads_sharded(x: jax.Array, plan: MeshPlan) -> jax.Array:

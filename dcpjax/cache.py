@@ -132,6 +132,18 @@ class PagedCache:
     first_slot: int = struct.field(pytree_node=False, default=0)
 
 
+def zero_pages[T](caches: T, ids: jax.Array) -> T:
+    """Caches with the pages `ids [n]` (int32, padded with `num_pages`, which is dropped; none negative) all zero.
+
+    `caches`: pools, caches, or a tree of them; None is kept. Every pool gets one pass with the same ids, whatever its
+    page size. For newly taken pages, before any write of the step; reads are right without it.
+    """
+    if len(ids) == 1:
+        # As in `Pool.write`: a scatter of one page would copy the pool. An id twice does no harm.
+        ids = jnp.concatenate([ids, ids])
+    return jax.tree.map(lambda data: data.at[:, ids].set(0, mode="drop"), caches)
+
+
 def pool_slots(layout: CacheLayout, pages: jax.Array, row_of: jax.Array, slots: jax.Array) -> jax.Array:
     """Sequence slots `[T]` (token numbers in a request) → slots of the pool; negative ones → nowhere."""
     page = jnp.clip(slots // layout.page_tokens, 0, pages.shape[1] - 1)

@@ -1,6 +1,7 @@
 """Pools: what lies where, who writes, what is refused, how large a token is."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,17 @@ import numpy as np
 import pytest
 
 from dcpjax import capacity
-from dcpjax.cache import PagedCache, Pool, Record, index_record, latent_record, make_pool, pool_slots, pool_spec
+from dcpjax.cache import (
+    PagedCache,
+    Pool,
+    Record,
+    index_record,
+    latent_record,
+    make_pool,
+    pool_slots,
+    pool_spec,
+    zero_pages,
+)
 from dcpjax.errors import ConfigError
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import make_plan
@@ -278,3 +289,42 @@ def test_real_pools_take_the_bytes_that_were_planned():
     ]
     share = sum(pool.data.addressable_shards[0].data.nbytes for pool in pools)
     assert share == shape.bytes_per_token() * layout.num_slots
+
+
+zero = jax.jit(zero_pages, donate_argnums=0)
+
+
+@pytest.mark.parametrize("tp, dcp, sharded", [(1, 1, True), (1, 4, True), (2, 2, True), (1, 4, False)])
+def test_inv_36_br_10_only_the_named_pages_are_zeroed(tp, dcp, sharded):
+    """Latent and index pages have different sizes; pages 3 and 5 go, in both networks, and nothing beside them."""
+    plan = make_plan(tp * dcp, dcp)
+    target = CacheLayout(8, 16, dcp)
+    draft = target if sharded else dataclasses.replace(target, shards=1)
+
+    def random_cache(layers, layout, seed):
+        rng = np.random.default_rng(seed)
+        rows = [rng.normal(size=(n, layout.num_slots, width)).astype(np.float32) + 9 for n, width in layers]
+        return PagedCache(*(pool_of(x, layout, plan) for x in rows), first_slot=seed)
+
+    def pools():
+        return (random_cache([(3, 20), (2, 4)], target, 0), random_cache([(1, 20), (1, 4)], draft, 1))
+
+    for ids, gone in (([3, 5, 8, 8], [3, 5]), ([4], [4]), ([8], []), ([7, 7, 1], [1, 7])):
+        after = zero(pools(), np.array(ids, np.int32))
+        assert after[1].first_slot == 1
+        for old, new in zip(jax.tree.leaves(pools()), jax.tree.leaves(after), strict=True):
+            want = np.asarray(old).copy()
+            want[:, gone] = 0
+            assert same_bits(new, want) and new.sharding.is_equivalent_to(old.sharding, 4)
+            assert all(same_bits(x.data, want[x.index]) for x in new.addressable_shards), "every copy"
+
+
+def test_zeroing_happens_in_place_and_moves_nothing():
+    plan, layout = make_plan(4, 4), CacheLayout(8, 16, 4)
+    cache = PagedCache(make_pool(3, layout, RECORD, plan), make_pool(2, layout, Record(2, jnp.float32, 8), plan))
+    for count in (1, 4):
+        compiled = zero.lower((cache, None), np.zeros(count, np.int32)).compile()
+        share = sum(x.nbytes for x in jax.tree.leaves(cache)) // 4
+        assert compiled.memory_analysis().alias_size_in_bytes == share
+        assert not re.search("all-(gather|reduce|to-all)|collective", compiled.as_text())
+        assert compiled.memory_analysis().temp_size_in_bytes < share
