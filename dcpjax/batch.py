@@ -36,6 +36,9 @@ class RowState:
     limit: `[R]` int32 tokens at most; no slot at or past it is written or seen.
     sampling: parameters of the rows, `[R]` each.
     vocab: penalty counts and biases, `[R, V]` each.
+    drafts: `[R, k]` int32 for the next step, of which the first num_drafts `[R]` int32 are real.
+    draft_weights: `[R, k, V]` float32 log-weights they were drawn with; `[R, 0, V]` unless acceptance is by rejection.
+    credit: `[R]` float32 tokens that a pinned acceptance owes; 0 without a pin.
     """
 
     kv_len: jax.Array
@@ -43,6 +46,10 @@ class RowState:
     limit: jax.Array
     sampling: SamplingRows
     vocab: VocabState
+    drafts: jax.Array
+    num_drafts: jax.Array
+    draft_weights: jax.Array
+    credit: jax.Array
 
 
 @struct.dataclass

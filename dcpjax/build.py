@@ -17,6 +17,7 @@ from dcpjax.errors import ConfigError
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import MeshPlan, make_plan
 from dcpjax.runner import Limits, Runner
+from dcpjax.spec import Speculation
 from models import weights
 from models.config import ModelConfig, read_config
 from models.glm_moe_dsa import Network
@@ -33,6 +34,7 @@ class EngineConfig:
     backend: str = "ag_rs"
     index_shards: int | None = None
     draft_kv: str = "sharded"
+    speculation: Speculation | None = None
     block_size: int = 64
     num_blocks: int | None = None
     max_model_len: int | None = None
@@ -72,6 +74,7 @@ class Resolved:
     shape: CacheShape
     layout: CacheLayout
     limits: Limits
+    speculation: Speculation | None
 
 
 def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
@@ -84,13 +87,17 @@ def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
     )
     # The geometry is checked with one page before the number of pages is known.
     layout = CacheLayout(1, config.block_size, plan.dcp, config.interleave)
+    spec = config.speculation
+    if spec is not None and not cfg.has_mtp:
+        raise ConfigError("speculative_config: this checkpoint has no MTP layer to draft with; leave the option out")
     on_cpu = plan.platform == "cpu"
     seqs = _count("max_num_seqs", config.max_num_seqs, 16 if on_cpu else 128)
-    tokens = _count("max_num_batched_tokens", config.max_num_batched_tokens, max(512 if on_cpu else 2048, seqs))
-    if tokens < seqs:
+    needed = seqs * (1 if spec is None else spec.num_drafts + 1)
+    tokens = _count("max_num_batched_tokens", config.max_num_batched_tokens, max(512 if on_cpu else 2048, needed))
+    if tokens < needed:
         raise ConfigError(
-            f"max_num_batched_tokens {tokens} is too small: each of {seqs} rows (max_num_seqs) needs a token a step. "
-            "Raise it, or lower max_num_seqs"
+            f"max_num_batched_tokens {tokens} is too small: each of {seqs} rows (max_num_seqs) needs {needed // seqs} "
+            "tokens a step, its newest and the drafts. Raise it, or lower max_num_seqs"
         )
     length = _wanted_length(config.max_model_len, cfg)
     pages = config.num_blocks
@@ -105,6 +112,7 @@ def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
         shape=shape,
         layout=dataclasses.replace(layout, num_pages=max(pages, 1)),
         limits=Limits(seqs, tokens, _fit_length(config.max_model_len, length, pages, config.block_size)),
+        speculation=spec,
     )
 
 
@@ -132,7 +140,7 @@ def build_runner(folder: pathlib.Path, config: EngineConfig, overrides: dict[str
 
     target = pools(cfg.num_layers, cfg.num_full_layers, plan.dcp, 0)
     draft = pools(1, 1, shape.draft_shards, 1) if cfg.has_mtp else None
-    return Runner(ready.net, params, target, draft, ready.limits, cfg.eos_token_ids)
+    return Runner(ready.net, params, target, draft, ready.limits, cfg.eos_token_ids, ready.speculation)
 
 
 def _choose_dtype(name: str, plan: MeshPlan) -> Any:

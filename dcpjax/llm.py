@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import operator
 import pathlib
@@ -18,10 +19,13 @@ from dcpjax import build
 from dcpjax.engine import EngineCore
 from dcpjax.errors import CacheFullError, ConfigError, RequestError
 from dcpjax.host.request import Request, SamplingParams, Times, TokenLogprobs
+from dcpjax.spec import USUAL_DRAFTS, Speculation
 from dcpjax.text import TextStream, Tokenizer
 from dcpjax.trace import Draft, Trace, Tracer
 from models.config import ModelConfig
 from models.params import Params
+
+log = logging.getLogger("dcpjax")
 
 TINY = pathlib.Path(__file__).resolve().parent.parent / "models" / "tiny"
 
@@ -59,9 +63,11 @@ class LLM:
     (default: what memory holds). max_model_len: default the smaller of the model's positions and the pool.
     max_num_seqs: requests at a time (16 on CPU, else 128). max_num_batched_tokens: tokens of a step (512 on CPU, else
     2048). dtype: "auto" is float32 on CPU, else bfloat16. kv_cache_dtype: "auto" is the same. enable_prefix_caching: no
-    effect yet, prefixes are computed anew. speculative_config: {"method": "mtp", "num_speculative_tokens": 0, "draft_kv":
-    "sharded" or "replicated"}; drafts are not used for generation yet. overlap: dispatch a step before reading the last
-    one. seed: of requests without one. hf_overrides: laid over config.json.
+    effect yet, prefixes are computed anew. speculative_config: None, or {"method": "mtp", "num_speculative_tokens": k
+    (1), "draft_kv": "sharded" or "replicated", "acceptance": "coupled" (the text is the one without drafts) or
+    "rejection" (the same distribution), "pin": None or a mean acceptance length to force in benchmarks, "adaptive":
+    whether steps may use fewer drafts (False)}. overlap: dispatch a step before reading the last one. seed: of requests
+    without one. hf_overrides: laid over config.json.
     Raises `ConfigError` or `CheckpointError`.
     """
 
@@ -93,13 +99,17 @@ class LLM:
         folder = TINY if model is None else pathlib.Path(model)
         if not folder.is_dir():
             raise ConfigError(f"model {str(model)!r} is not a folder; give a folder with config.json and safetensors")
+        speculation, draft_kv = Speculation.read(speculative_config)
+        if speculation is not None and speculation.num_drafts > USUAL_DRAFTS:
+            log.warning("%d drafts a step: more than %d seldom pay", speculation.num_drafts, USUAL_DRAFTS)
         config = build.EngineConfig(
             tensor_parallel_size=tensor_parallel_size,
             decode_context_parallel_size=decode_context_parallel_size,
             interleave=cp_kv_cache_interleave_size,
             backend=dcp_comm_backend,
             index_shards=index_shards,
-            draft_kv=_draft_kv(speculative_config),
+            draft_kv=draft_kv,
+            speculation=speculation,
             block_size=block_size,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
@@ -345,18 +355,6 @@ def _output(choices: list[Request]) -> RequestOutput:
         ],
         metrics=choices[0].metrics,
     )
-
-
-def _draft_kv(config: dict[str, Any] | None) -> str:
-    config = config or {}
-    unknown = set(config) - {"method", "num_speculative_tokens", "draft_kv"}
-    if unknown:
-        raise ConfigError(f"speculative_config: unknown keys {sorted(unknown)}; allowed: method, draft_kv")
-    if config.get("method", "mtp") != "mtp":
-        raise ConfigError(f"speculative_config: method {config['method']!r} is not known; use 'mtp'")
-    if config.get("num_speculative_tokens", 0) != 0:
-        raise ConfigError("speculative_config: generation does not use drafts yet; num_speculative_tokens must be 0")
-    return config.get("draft_kv", "sharded")
 
 
 def _load_tokenizer(folder: pathlib.Path, given: str | pathlib.Path | None, template: str | None) -> Tokenizer | None:

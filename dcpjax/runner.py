@@ -14,6 +14,7 @@ from dcpjax.errors import RequestError
 from dcpjax.host.plan import RowLogprobs, StepPlan, StepResult
 from dcpjax.host.request import Request
 from dcpjax.sampling import logprobs
+from dcpjax.spec import Speculation
 from dcpjax.step import MAX_STOP_IDS, StepShape
 from models.glm_moe_dsa import Network
 from models.params import Params
@@ -33,10 +34,14 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Shapes that are compiled: decode steps by rows, steps with prompt chunks by tokens (all row slots)."""
+    """Shapes that are compiled: decode steps by rows, steps with prompt chunks by tokens (all row slots).
+
+    levels: numbers of drafts that a step may have.
+    """
 
     limits: Limits
     page_tokens: int
+    levels: tuple[int, ...] = (0,)
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -57,21 +62,24 @@ class Buckets:
     @property
     def shapes(self) -> tuple[StepShape, ...]:
         """Every shape a plan can need."""
-        most = self.limits.max_num_seqs
-        mixed = {(t, 1) for t in self.tokens} | {(self.tokens[-1], most)}
-        decode = {(b, b) for b in self.rows}
-        return tuple(sorted(StepShape(t, b, p) for t, b in mixed | decode for p in self.pages))
+        most, shapes = self.limits.max_num_seqs, set()
+        for k in self.levels:
+            for pages in self.pages:
+                shapes |= {StepShape(t, 1, pages, 0, k) for t in self.tokens}
+                shapes |= {StepShape(b * (k + 1), b, pages, k, k) for b in self.rows}
+                shapes.add(StepShape(self.tokens[-1], most, pages, k, k))
+        return tuple(sorted(shapes))
 
     def fit(self, plan: StepPlan) -> StepShape:
         """The smallest compiled shape that holds the plan. A single prompt does not pay for the tables of all rows."""
         num_rows, pages = len(plan.rows), max(len(row.pages) for row in plan.rows)
-        width = next(p for p in self.pages if p >= pages)
+        width, k = next(p for p in self.pages if p >= pages), plan.num_drafts
         if all(row.tokens is None for row in plan.rows):
             rows = next(b for b in self.rows if b >= num_rows)
-            return StepShape(rows, rows, width)
+            return StepShape(rows * (k + 1), rows, width, k, k)
         if num_rows == 1:
-            return StepShape(next(t for t in self.tokens if t >= plan.num_tokens), 1, width)
-        return StepShape(self.tokens[-1], self.limits.max_num_seqs, width)
+            return StepShape(next(t for t in self.tokens if t >= plan.num_tokens), 1, width, 0, k)
+        return StepShape(self.tokens[-1], self.limits.max_num_seqs, width, k, k)
 
 
 def _powers(first: int, last: int, factor: int) -> tuple[int, ...]:
@@ -105,22 +113,22 @@ class Runner:
 
     def __init__(
         self, net: Network, params: Params, cache: PagedCache, draft_cache: PagedCache | None, limits: Limits,
-        eos_ids: tuple[int, ...],
+        eos_ids: tuple[int, ...], spec: Speculation | None = None,
     ):  # fmt: skip
         self.net, self.params = net, params
         self.cache, self.draft_cache = cache, draft_cache
-        self.limits, self.eos_ids = limits, eos_ids
-        self.buckets = Buckets(limits, self.page_tokens)
+        self.limits, self.eos_ids, self.spec = limits, eos_ids, spec
+        self.buckets = Buckets(limits, self.page_tokens, (0,) if spec is None else spec.levels)
         whole = net.plan.sharding()
         vocab = net.plan.pad(net.cfg.vocab_size)
-        self.state = jax.jit(lambda: steps.empty_state(limits.max_num_seqs, vocab), out_shardings=whole)()
+        self.state = jax.jit(lambda: steps.empty_state(limits.max_num_seqs, vocab, spec), out_shardings=whole)()
         # What goes round must come out as it went in, or the second call of a shape would compile again.
-        pools = jax.tree.map(lambda x: x.sharding, cache)
+        pools = jax.tree.map(lambda x: x.sharding, (cache, draft_cache))
         self._step = jax.jit(
             steps.step,
-            static_argnames=("shape", "net"),
-            donate_argnames=("cache", "state"),
-            out_shardings=(pools, whole, whole),
+            static_argnames=("shape", "net", "spec"),
+            donate_argnames=("cache", "draft_cache", "state"),
+            out_shardings=(*pools, whole, whole),
         )
         self._seed_vocab = jax.jit(steps.seed_vocab, donate_argnames=("state",), out_shardings=whole)
         self._logprobs = jax.jit(logprobs, static_argnames=("vocab_size", "num"))
@@ -147,7 +155,7 @@ class Runner:
 
     @property
     def num_drafts(self) -> int:
-        return 0
+        return 0 if self.spec is None else self.spec.num_drafts
 
     @property
     def num_compiled(self) -> int:
@@ -197,8 +205,8 @@ class Runner:
 
     def _run(self, plan: StepPlan, shape: StepShape) -> StepOutput:
         packed = steps.pack(plan, shape, self.limits.max_num_seqs, self.eos_ids)
-        self.cache, self.state, output = self._step(
-            self.params, self.cache, self.state, packed, shape=shape, net=self.net
+        self.cache, self.draft_cache, self.state, output = self._step(
+            self.params, self.cache, self.draft_cache, self.state, packed, shape=shape, net=self.net, spec=self.spec
         )
         return output
 

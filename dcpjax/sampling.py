@@ -20,6 +20,9 @@ from jax.extend.random import threefry2x32_p
 
 _LOWEST = -math.inf
 
+# Streams of noise under one seed: the target's draws (and drafts coupled to them), drafts drawn apart, acceptance.
+TARGET, DRAFT, ACCEPT = 0, 1, 2
+
 
 @struct.dataclass
 class SamplingRows:
@@ -96,19 +99,21 @@ def adjust(
     vocab_size: int,
     *,
     vocab_row: jax.Array | None = None,
+    also: jax.Array | None = None,
 ) -> jax.Array:
     """The logits that decide: repetition, then presence and frequency, then bias, then masks.
 
     logits [M, V]; position [M] int32: absolute index that the sampled token will have in its sequence. `vocab_row` [M]
     int32 says which of the R rows of `vocab` a row of logits reads (None: row i reads row i, R = M); the read happens
-    only in a step where some row needs it. `vocab=None` makes a program that cannot serve rows with `uses_vocab`: they
+    only in a step where some row needs it. `also` [M, N] int32: tokens generated after those that `vocab` counts, -1 for
+    none (drafts that a row is scored behind). `vocab=None` makes a program that cannot serve rows with `uses_vocab`: they
     would go unpenalised, so the caller keeps them out. Returns float32 [M, V], -inf for masked tokens: the padding of
     the vocabulary (ids ≥ vocab_size) and stop ids at positions below `min_len`.
     """
     x = logits.astype(jnp.float32)
     ids = _token_ids(x)
     if vocab is not None:
-        x = lax.cond(jnp.any(rows.uses_vocab), lambda x: _penalise(x, rows, vocab, vocab_row), lambda x: x, x)
+        x = lax.cond(jnp.any(rows.uses_vocab), lambda x: _penalise(x, rows, vocab, vocab_row, also), lambda x: x, x)
     early = position < rows.min_len
 
     def mask_stops(x):
@@ -119,11 +124,16 @@ def adjust(
     return jnp.where(ids < vocab_size, x, _LOWEST)
 
 
-def _penalise(x: jax.Array, rows: SamplingRows, vocab: VocabState, vocab_row: jax.Array | None) -> jax.Array:
+def _penalise(
+    x: jax.Array, rows: SamplingRows, vocab: VocabState, vocab_row: jax.Array | None, also: jax.Array | None
+) -> jax.Array:
     # Rows that ask for nothing pass through bit for bit: x / 1, x - 0, and no bias.
     if vocab_row is not None:
         vocab = jax.tree.map(lambda a: a[vocab_row], vocab)
     counts = vocab.counts
+    if also is not None:
+        row = jnp.arange(len(also))[:, None]
+        counts = counts.at[row, jnp.where(also < 0, counts.shape[1], also)].add(1, mode="drop")
     repetition = rows.repetition[:, None]
     repeated = jnp.where(x > 0, x / repetition, x * repetition)
     x = jnp.where(vocab.prompt_seen | (counts > 0), repeated, x)
@@ -203,22 +213,27 @@ def _best_set(x: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array:
 # --- the draw -----------------------------------------------------------------------------------------------------
 
 
-def noise(rows: SamplingRows, position: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """Gumbel noise of these tokens: float32 [M, N] for position [M] int32 and token_ids [N] int32.
+def uniform(rows: SamplingRows, position: jax.Array, token_ids: jax.Array, stream: int = TARGET) -> jax.Array:
+    """Uniform noise of these tokens: float32 [M, N] in (0, 1), for position [M] int32 and token_ids [N] int32.
 
-    Each number is Threefry-2x32 of key (seed, choice) and counter (position, token id) and of nothing else: part of a
-    vocabulary gets the numbers that the whole one gets. The hash's 64 bits make a uniform number that is resolved down
-    to 2^-65 at the end that yields the largest noise, where draws are decided.
+    Each number is Threefry-2x32 of key (seed, choice and stream) and counter (position, token id) and of nothing else:
+    part of a vocabulary gets the numbers that the whole one gets. The hash's 64 bits make a number that is resolved
+    down to 2^-65 at its lower end.
     """
     shape = (position.shape[0], token_ids.shape[0])
-    words = (rows.seed[:, None], rows.choice[:, None], position[:, None], token_ids[None, :])
+    choice = rows.choice.astype(jnp.uint32) | jnp.uint32(stream << 24)
+    words = (rows.seed[:, None], choice[:, None], position[:, None], token_ids[None, :])
     high, low = threefry2x32_p.bind(*(jnp.broadcast_to(w.astype(jnp.uint32), shape) for w in words))
-    uniform = (high.astype(jnp.float32) + (low.astype(jnp.float32) + 0.5) * 2**-32) * 2**-32
-    uniform = jnp.minimum(uniform, 1 - 2**-24)  # 2^-65 ≤ uniform < 1, so that both logarithms are finite
-    return -jnp.log(-jnp.log1p(-uniform))
+    number = (high.astype(jnp.float32) + (low.astype(jnp.float32) + 0.5) * 2**-32) * 2**-32
+    return jnp.minimum(number, 1 - 2**-24)  # 2^-65 ≤ number < 1
 
 
-def sample(adjusted: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.Array:
+def noise(rows: SamplingRows, position: jax.Array, token_ids: jax.Array, stream: int = TARGET) -> jax.Array:
+    """Gumbel noise, float32 [M, N]: see `uniform`, whose fine end yields the largest noise, where draws are decided."""
+    return -jnp.log(-jnp.log1p(-uniform(rows, position, token_ids, stream)))
+
+
+def sample(adjusted: jax.Array, rows: SamplingRows, position: jax.Array, stream: int = TARGET) -> jax.Array:
     """One token a row: int32 [M], distributed as `log_weights` says; the arg max (lowest id of equals) if greedy.
 
     adjusted [M, V] float32, from `adjust`; position [M] int32 as there. A step whose rows are all greedy draws nothing.
@@ -227,7 +242,7 @@ def sample(adjusted: jax.Array, rows: SamplingRows, position: jax.Array) -> jax.
 
     def draw():
         weights = log_weights(adjusted, rows)
-        gumbel = noise(rows, position, _token_ids(adjusted)[0])
+        gumbel = noise(rows, position, _token_ids(adjusted)[0], stream)
         return jnp.argmax(weights + gumbel, axis=-1).astype(jnp.int32)
 
     def best():

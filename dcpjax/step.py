@@ -1,8 +1,7 @@
 """One engine step as one pure function, and the int32 buffer that carries a plan to it.
 
-The host decides which rows run and on which pages; the device knows lengths and tokens. A decode row's token comes from
-`RowState`, so the host can plan the next step before it has read this one. k drafts a row have their place in the shapes
-(`tokens [B, k + 1]`); with k = 0 a decode row is one token.
+The host decides which rows run and on which pages; the device knows lengths and tokens. A decode row's tokens come from
+`RowState`, its newest token and the drafts after it, so the host can plan the next step before it has read this one.
 """
 
 import dataclasses
@@ -16,7 +15,8 @@ from dcpjax.batch import ForwardBatch, RowState, StepOutput
 from dcpjax.cache import PagedCache, pool_slots
 from dcpjax.host.plan import StepPlan
 from dcpjax.host.request import Request
-from dcpjax.sampling import SamplingRows, VocabState, adjust, sample
+from dcpjax.sampling import SamplingRows, VocabState
+from dcpjax.spec import Rows, Speculation, propose, verify
 from models import glm_moe_dsa
 from models.glm_moe_dsa import Network
 from models.params import Params
@@ -29,11 +29,15 @@ _MOST = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True, order=True)
 class StepShape:
-    """Static shape of a step: T query tokens, B rows, P pages a row."""
+    """Static shape of a step: T query tokens, B rows, P pages a row; drafts that a decode row verifies (0 where no row
+    decodes) and that each row gets for the next step.
+    """
 
     tokens: int
     rows: int
     pages: int
+    verified: int = 0
+    drafted: int = 0
 
     @property
     def size(self) -> int:
@@ -44,7 +48,7 @@ class StepShape:
 # One int32 word per row each; the floats and the seed as their bits.
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 _FIELDS = (
-    *("row", "num_tokens", "start", "matched", "decode", "emit", "new", "keep_vocab", "limit"),
+    *("row", "num_tokens", "start", "matched", "decode", "emit", "new", "keep_vocab", "limit", "following"),
     *("choice", "seed", "top_k", "min_len", "biased"),
     *_FLOATS,
 )
@@ -64,6 +68,7 @@ def pack(plan: StepPlan, shape: StepShape, num_rows: int, eos_ids: tuple[int, ..
         at["row"][b], at["num_tokens"][b], at["start"][b] = planned.row, planned.num_tokens, planned.start
         at["matched"][b], at["limit"][b] = request.matched, request.limit
         at["decode"][b], at["emit"][b], at["new"][b] = chunk is None, planned.emit, planned.new
+        at["following"][b] = planned.next_token
         if chunk is not None:
             tokens[first : first + planned.num_tokens] = chunk
         first += planned.num_tokens
@@ -111,48 +116,97 @@ def _unpack(packed: jax.Array, shape: StepShape) -> Iterator[jax.Array]:
         packed = packed[size:]
 
 
-def empty_state(num_rows: int, vocab: int) -> RowState:
+def empty_state(num_rows: int, vocab: int, spec: Speculation | None = None) -> RowState:
     """State of rows that no request has."""
+    most = 0 if spec is None else spec.num_drafts
+    kept = most if spec is not None and spec.keeps_weights else 0
     return RowState(
         kv_len=jnp.zeros(num_rows, jnp.int32),
         last_token=jnp.zeros(num_rows, jnp.int32),
         limit=jnp.zeros(num_rows, jnp.int32),
         sampling=SamplingRows.neutral(num_rows, MAX_STOP_IDS),
         vocab=VocabState.empty(num_rows, vocab),
+        drafts=jnp.zeros((num_rows, most), jnp.int32),
+        num_drafts=jnp.zeros(num_rows, jnp.int32),
+        draft_weights=jnp.zeros((num_rows, kept, vocab), jnp.float32),
+        credit=jnp.zeros(num_rows, jnp.float32),
     )
 
 
 def step(
-    params: Params, cache: PagedCache, state: RowState, packed: jax.Array, shape: StepShape, net: Network
-) -> tuple[PagedCache, RowState, StepOutput]:
-    """Reset new rows, run the target on all query tokens, sample one token a row, advance the rows.
+    params: Params, cache: PagedCache, draft_cache: PagedCache | None, state: RowState, packed: jax.Array,
+    shape: StepShape, net: Network, spec: Speculation | None,
+) -> tuple[PagedCache, PagedCache | None, RowState, StepOutput]:  # fmt: skip
+    """Reset new rows, run the target on all query tokens, verify drafts or sample a token, advance the rows, draft.
 
-    `cache` and `state` are donated by the runner.
+    The caches and `state` are donated by the runner. Without a `spec` the draft's cache is left as it is.
     """
     fields, stops, tokens, pages = _unpack(packed, shape)
     at = dict(zip(_FIELDS, fields, strict=True))
     state = _reset(state, at, stops)
-    row = at["row"]
-    kv_len, last_token, limit, sampling = _take(state, row)
-    start = jnp.where(at["decode"] > 0, kv_len, at["start"])
-    batch = _batch(tokens, pages, start, limit, last_token, at, cache, shape)
+    rows, last_token = _take(state, at)
+    batch = _batch(tokens, pages, last_token, rows, at["matched"], cache, shape)
     hidden, cache, _ = glm_moe_dsa.forward(params, cache, batch, net)
-    last = jnp.clip(jnp.cumsum(at["num_tokens"]) - 1, 0)
-    logits = glm_moe_dsa.logits(params, hidden[last], net)
 
-    position = start + at["num_tokens"]
+    width = shape.verified + 1
+    scored = jnp.where(rows.decode[:, None], rows.first[:, None] + jnp.arange(width), rows.last[:, None])
+    logits = glm_moe_dsa.logits(params, hidden[jnp.clip(scored, 0, shape.tokens - 1).reshape(-1)], net)
     with jax.named_scope("sample"):
-        adjusted = adjust(logits, sampling, state.vocab, position, net.cfg.vocab_size, vocab_row=row)
-        token = sample(adjusted, sampling, position)
-    emit = (at["emit"] > 0) & (position < limit)
-    known = jnp.where(emit, row, len(state.kv_len))
-    counts = state.vocab.counts.at[known, token].add(1, mode="drop")
-    state = state.replace(
-        kv_len=state.kv_len.at[row].set(jnp.minimum(position, limit), mode="drop"),
-        last_token=state.last_token.at[known].set(token, mode="drop"),
+        new, accepted, credit = verify(logits.reshape(shape.rows, width, -1), rows, state, spec, net.cfg.vocab_size)
+    state = _advance(state, rows, new, accepted, credit)
+    if spec is not None:
+        with jax.named_scope("draft"):
+            following = _following(batch, rows, new, accepted, at["following"])
+            draft_cache, drafts, weights = propose(
+                params, draft_cache, state, batch, following, hidden, rows, accepted, shape.drafted, net, spec
+            )
+        state = _keep_drafts(state, rows, accepted, drafts, weights)
+    return cache, draft_cache, state, StepOutput(new, accepted, logits)
+
+
+def _advance(state: RowState, rows: Rows, new: jax.Array, accepted: jax.Array, credit: jax.Array) -> RowState:
+    """The rows after their new tokens `[B, k + 1]`, of which `accepted [B]` count."""
+    num_rows = len(state.kv_len)
+    emitting = jnp.where(accepted > 0, rows.row, num_rows)
+    newest = jnp.take_along_axis(new, jnp.maximum(accepted, 1)[:, None] - 1, axis=1)[:, 0]
+    length = rows.start + jnp.where(rows.decode, accepted, rows.num_tokens)
+    ids = jnp.where(jnp.arange(new.shape[1]) < accepted[:, None], new, state.vocab.counts.shape[1])
+    counts = state.vocab.counts.at[rows.row[:, None], ids].add(1, mode="drop")
+    return state.replace(
+        kv_len=state.kv_len.at[rows.row].set(length, mode="drop"),
+        last_token=state.last_token.at[emitting].set(newest, mode="drop"),
         vocab=state.vocab.replace(counts=counts),
+        credit=state.credit.at[rows.row].set(credit, mode="drop"),
     )
-    return cache, state, StepOutput(token[:, None], emit.astype(jnp.int32), logits)
+
+
+def _following(batch: ForwardBatch, rows: Rows, new: jax.Array, accepted: jax.Array, after: jax.Array) -> jax.Array:
+    """The token after each of the step's tokens `[T]`, −1 if there is none.
+
+    In a decode row the new tokens; in a chunk the next token of the chunk, and after its last one the token sampled
+    here, or the known token `after [B]`.
+    """
+    t = jnp.arange(len(batch.tokens))
+    offset = t - rows.first[batch.row_of]
+    ends = jnp.where(rows.emit, new[:, 0], after)
+    chunk = jnp.where(t == rows.last[batch.row_of], ends[batch.row_of], jnp.roll(batch.tokens, -1))
+    decoded = new[batch.row_of, jnp.clip(offset, 0, new.shape[1] - 1)]
+    decoded = jnp.where(offset < accepted[batch.row_of], decoded, -1)
+    return jnp.where(rows.decode[batch.row_of], decoded, chunk)
+
+
+def _keep_drafts(
+    state: RowState, rows: Rows, accepted: jax.Array, drafts: jax.Array, weights: jax.Array | None
+) -> RowState:
+    row = jnp.where(accepted > 0, rows.row, len(state.kv_len))
+    count = drafts.shape[1]
+    state = state.replace(
+        drafts=state.drafts.at[row, :count].set(drafts, mode="drop"),
+        num_drafts=state.num_drafts.at[row].set(count, mode="drop"),
+    )
+    if weights is None:
+        return state
+    return state.replace(draft_weights=state.draft_weights.at[row, :count].set(weights, mode="drop"))
 
 
 def _reset(state: RowState, at: dict[str, jax.Array], stops: jax.Array) -> RowState:
@@ -175,37 +229,61 @@ def _reset(state: RowState, at: dict[str, jax.Array], stops: jax.Array) -> RowSt
         limit=put(state.limit, at["limit"]),
         sampling=jax.tree.map(put, state.sampling, sampling),
         vocab=state.vocab.replace(counts=counts),
+        num_drafts=put(state.num_drafts, jnp.zeros_like(row)),
+        credit=put(state.credit, jnp.zeros_like(row)),
     )
 
 
-def _take(state: RowState, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, SamplingRows]:
-    """Lengths, newest tokens, limits and sampling of the step's rows; padding rows ask for nothing."""
+def _take(state: RowState, at: dict[str, jax.Array]) -> tuple[Rows, jax.Array]:
+    """The step's rows and their newest tokens `[B]`; padding rows ask for nothing."""
+    row = at["row"]
     padding = row >= len(state.kv_len)
 
-    def pick(x, empty):
+    def pick(x, empty=0):
         return jnp.where(padding.reshape(-1, *(1,) * (x.ndim - 1)), empty, x[row])
 
-    neutral = SamplingRows.neutral(len(row), MAX_STOP_IDS)
-    lengths = (pick(x, 0) for x in (state.kv_len, state.last_token, state.limit))
-    return *lengths, jax.tree.map(pick, state.sampling, neutral)
+    ends = jnp.cumsum(at["num_tokens"])
+    decode = at["decode"] > 0
+    rows = Rows(
+        row=row,
+        start=jnp.where(decode, pick(state.kv_len), at["start"]),
+        num_tokens=at["num_tokens"],
+        first=ends - at["num_tokens"],
+        last=jnp.maximum(ends - 1, 0),
+        decode=decode,
+        emit=at["emit"] > 0,
+        limit=pick(state.limit),
+        sampling=jax.tree.map(pick, state.sampling, SamplingRows.neutral(len(row), MAX_STOP_IDS)),
+        drafts=pick(state.drafts),
+        num_drafts=pick(state.num_drafts),
+        weights=pick(state.draft_weights),
+        credit=pick(state.credit),
+    )
+    return rows, pick(state.last_token)
 
 
-def _batch(tokens, pages, start, limit, last_token, at, cache: PagedCache, shape: StepShape) -> ForwardBatch:
+def _batch(
+    tokens: jax.Array, pages: jax.Array, last_token: jax.Array, rows: Rows, matched: jax.Array, cache: PagedCache,
+    shape: StepShape,
+) -> ForwardBatch:  # fmt: skip
     """Positions and slots of the step's tokens, from the rows' lengths.
 
     A token's row is the last whose query starts at or before it; tokens after all queries, and those at or past their
     request's limit, are padding.
     """
-    ends = jnp.cumsum(at["num_tokens"])
+    ends = rows.first + rows.num_tokens
     t = jnp.arange(shape.tokens)
     row_of = jnp.minimum(jnp.searchsorted(ends, t, side="right"), shape.rows - 1).astype(jnp.int32)
-    position = start[row_of] + t - (ends - at["num_tokens"])[row_of]
-    real = (t < ends[-1]) & (position < limit[row_of])
+    offset = t - rows.first[row_of]
+    position = rows.start[row_of] + offset
+    real = (t < ends[-1]) & (position < rows.limit[row_of])
     slots = jnp.where(real, position, -1).astype(jnp.int32)
     # Rows of a matched prefix are in the cache already: the first row of a hit reads and is not written.
-    written = jnp.where(position >= at["matched"][row_of], slots, -1)
+    written = jnp.where(position >= matched[row_of], slots, -1)
+    decoded = jnp.concatenate([last_token[:, None], rows.drafts], axis=1)
+    decoded = decoded[row_of, jnp.clip(offset, 0, decoded.shape[1] - 1)]
     return ForwardBatch(
-        tokens=jnp.where(at["decode"][row_of] > 0, last_token[row_of], tokens),
+        tokens=jnp.where(rows.decode[row_of], decoded, tokens),
         positions=jnp.maximum(slots, 0),
         slots=slots,
         write_slots=pool_slots(cache.latent.layout, pages, row_of, written),

@@ -132,7 +132,7 @@ class Golden:
             max_model_len=length,
             max_num_seqs=1,
             max_num_batched_tokens=row.chunk,
-            speculative_config={"method": "mtp", "draft_kv": row.draft_kv},
+            speculative_config={"method": "mtp", "num_speculative_tokens": 0, "draft_kv": row.draft_kv},
             hf_overrides=overrides,
         )
 
