@@ -1,0 +1,52 @@
+"""The line that a busy engine writes now and then, made of two moments' counters."""
+
+import dataclasses
+
+from dcpjax.host.speculation import Acceptance
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """Counters at one time. seconds: of a clock that runs while the engine is busy. prompt_tokens, generated_tokens:
+    sums, cached prompt tokens included. running, waiting: requests. page_usage, hit_rate: 0 … 1; hit_rate is that of
+    the last 1,000 requests, None without a prefix cache or before it was asked. acceptance: sums, None without drafts.
+    """
+
+    seconds: float
+    prompt_tokens: int
+    generated_tokens: int
+    running: int
+    waiting: int
+    page_usage: float
+    hit_rate: float | None = None
+    acceptance: Acceptance | None = None
+
+
+def report(before: Moment, now: Moment, pin: float | None = None) -> str:
+    """Rates between two moments and the state at the later one. pin: the acceptance length that is forced."""
+    seconds = now.seconds - before.seconds
+
+    def rate(sum_now: int, sum_before: int) -> str:
+        return f"{(sum_now - sum_before) / seconds if seconds > 0 else 0.0:,.1f} tokens/s"
+
+    parts = [
+        f"prompt {rate(now.prompt_tokens, before.prompt_tokens)}",
+        f"generation {rate(now.generated_tokens, before.generated_tokens)}",
+        f"running {now.running}",
+        f"waiting {now.waiting}",
+        f"cache used {100 * now.page_usage:.1f} %",
+    ]
+    if now.hit_rate is not None:
+        parts.append(f"prefix hit rate {100 * now.hit_rate:.1f} %")
+    if now.acceptance is not None:
+        parts.append(_drafts(now.acceptance - before.acceptance if before.acceptance else now.acceptance, pin))
+    return ", ".join(parts)
+
+
+def _drafts(acceptance: Acceptance, pin: float | None) -> str:
+    """The bonus token is in the length, as the bounds say."""
+    length, most = acceptance.acceptance_length, len(acceptance.verified) + 1
+    shown = "none yet" if length is None else f"{length:.2f}"
+    places = " ".join("-" if rate is None else f"{rate:.2f}" for rate in acceptance.rates)
+    forced = "" if pin is None else f", PINNED to {pin:g}: the text is not the model's"
+    return f"acceptance length {shown} (of 1 to {most}{forced}), accepted by place {places}"
