@@ -12,7 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from dcpjax.errors import CacheFullError, RequestError
+from dcpjax.host.events import Event, EventLog
+from dcpjax.host.hits import PrefixStats
+from dcpjax.host.keys import Hash, sha256
 from dcpjax.host.plan import StepPlan, StepResult
+from dcpjax.host.prefix import PrefixCache
 from dcpjax.host.request import FinishReason, Request, SamplingParams, Text, Times, TokenLogprobs
 from dcpjax.scheduler import Scheduler
 
@@ -33,7 +37,7 @@ class Runner(Protocol):
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    num_drafts: int
+    num_drafts: int  # the most that a step verifies
 
     def check(self, request: Request) -> None:
         """Raises `RequestError` for what no step could hold, such as an id outside the vocabulary."""
@@ -60,8 +64,8 @@ class EngineStats:
     running, waiting: requests now. page_usage: used pages over all, 0…1. steps: dispatched. step_prompt_tokens,
     step_decode_tokens: query tokens of the newest step, drafts included. preemptions, prompt_tokens (once per request,
     when its first chunk is scheduled), generated_tokens: sums. finished: requests by reason. num_drafts: decode rows
-    that verified drafts; draft_tokens and accepted_tokens: drafts verified and accepted in them; accepted_per_position:
-    accepted drafts by place, `[k]`.
+    that verified drafts; draft_tokens and accepted_tokens: drafts verified and accepted in them; verified_per_position,
+    accepted_per_position: the same by place, `[k]`. prefix: what the prefix cache saved.
     """
 
     running: int
@@ -77,15 +81,19 @@ class EngineStats:
     num_drafts: int
     draft_tokens: int
     accepted_tokens: int
+    verified_per_position: tuple[int, ...]
     accepted_per_position: tuple[int, ...]
+    prefix: PrefixStats
 
 
 class EngineCore:
     """The loop over a runner.
 
     eos_token_ids: ids that end a text unless the request ignores them. overlap: whether `step` dispatches before it
-    reads. seed: what the seeds of requests without one are drawn from. clock: seconds, for `Request.metrics`. lookup:
-    see `Scheduler`.
+    reads. seed: what the seeds of requests without one are drawn from. clock: seconds, for `Request.metrics`.
+    prefix_caching: whether requests share pages of equal tokens. model, key_seed, hash: what page keys depend on, see
+    `KeyScheme`. kv_events: whether `drain_events` has something to tell; then it must be called now and then.
+    choose_drafts: see `Scheduler`.
     """
 
     def __init__(
@@ -96,8 +104,22 @@ class EngineCore:
         overlap: bool = True,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
-        lookup: Callable[[Request], Sequence[int]] = lambda request: (),
+        prefix_caching: bool = True,
+        model: str = "",
+        key_seed: str = "",
+        hash: Hash = sha256,
+        kv_events: bool = False,
+        choose_drafts: Callable[[int], int] | None = None,
     ):
+        self._events = EventLog()
+        prefix = PrefixCache(
+            num_pages=runner.num_pages,
+            page_tokens=runner.page_tokens,
+            model=model,
+            seed=key_seed,
+            hash=hash,
+            events=self._events if kv_events else None,
+        )
         self.scheduler = Scheduler(
             num_pages=runner.num_pages,
             page_tokens=runner.page_tokens,
@@ -105,7 +127,8 @@ class EngineCore:
             max_num_seqs=runner.max_num_seqs,
             max_num_batched_tokens=runner.max_num_batched_tokens,
             num_drafts=runner.num_drafts,
-            lookup=lookup,
+            choose_drafts=choose_drafts,
+            prefix=prefix if prefix_caching else None,
         )
         self.eos_token_ids = frozenset(eos_token_ids)
         self.overlap = overlap
@@ -114,13 +137,15 @@ class EngineCore:
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._inflight: tuple[StepPlan, Pending] | None = None
+        self._early: list[Delta] = []  # read before the next step asked for them
         self._num_added = 0
         self._num_prompts = 0  # prompts added; the choices of one share its number
         self._step_tokens = (0, 0)
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0}
-        self._accepted = [0] * (runner.num_drafts + 1)  # decode rows by number of drafts accepted
+        self._verified = [0] * runner.num_drafts  # drafts by place
+        self._accepted = [0] * (runner.num_drafts + 1)  # decode rows that had drafts, by number of them accepted
 
     def add(
         self,
@@ -130,12 +155,15 @@ class EngineCore:
         request_id: str | None = None,
         choice: int = 0,
         text: Text | None = None,
+        cache_salt: str | None = None,
+        no_store: bool = False,
     ) -> Request:
         """Queues one choice of a prompt of token ids. Raises `RequestError` if it can never run.
 
         request_id: must not be that of a live request; None makes one. choice: 0 … n − 1. The caller adds the choices
         of one prompt one after the other, from 0 on: those of a prompt without a seed then share the one drawn for it.
-        text: is shown every token of the text, and may end it at a stop string.
+        text: is shown every token of the text, and may end it at a stop string. cache_salt: pages are shared only with
+        requests of the same one. no_store: its pages are not offered to others.
         """
         prompt = [int(token) for token in prompt]
         if not 0 <= choice < params.n:
@@ -153,6 +181,8 @@ class EngineCore:
             seed=_draw(self._seed, first) if params.seed is None else _fold(params.seed),
             choice=choice,
             text=text,
+            cache_salt=cache_salt,
+            no_store=no_store,
             metrics=Times(arrival=self._clock()),
         )
         self._runner.check(request)
@@ -183,8 +213,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is live or a step in flight: whether `step` has something to do."""
-        return bool(self._requests) or self._inflight is not None
+        """Whether a request is live, a step in flight or a token to hand out: whether `step` has something to do."""
+        return bool(self._requests or self._early) or self._inflight is not None
 
     def step(self) -> list[Delta]:
         """Dispatches the next step, then reads the one before. Without `overlap`: `step_sync`."""
@@ -193,21 +223,35 @@ class EngineCore:
         previous, self._inflight = self._inflight, self._dispatch()
         if previous is None and self._inflight is None:
             self._assert_idle()
-        return self._absorb(previous)
+        return self._take_early() + self._absorb(previous)
 
     def step_sync(self) -> list[Delta]:
         """Reads a step in flight, if there is one, then dispatches the next and waits for it. The same tokens."""
         previous, self._inflight = self._inflight, None
-        deltas = self._absorb(previous)
+        deltas = self._take_early() + self._absorb(previous)
         now = self._dispatch()
         if now is None:
             self._assert_idle()
         return deltas + self._absorb(now)
 
+    def reset_prefix_cache(self, running: bool = False) -> bool:
+        """Forgets all cached content, as after a change of weights; False and no change if a page is used.
+
+        running: send running requests back to the queue first; they will compute their tokens anew.
+        """
+        if self._inflight is not None and (running or not self.scheduler.running):
+            # Pages are used as long as a step that may write them is in flight.
+            step, self._inflight = self._inflight, None
+            self._early += self._absorb(step)
+        return self.scheduler.reset_prefix_cache(running)
+
+    def drain_events(self) -> list[Event]:
+        """What happened to the prefix cache since the last call. Empty without `kv_events`."""
+        return self._events.drain()
+
     @property
     def stats(self) -> EngineStats:
-        pool = self.scheduler.pool
-        k = self._runner.num_drafts
+        pool, prefix, hits = self.scheduler.pool, self.scheduler.prefix, self.scheduler.hits
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -219,10 +263,17 @@ class EngineCore:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             finished=dict(self._finished),
-            num_drafts=sum(self._accepted) if k else 0,
-            draft_tokens=sum(self._accepted) * k,
+            num_drafts=sum(self._accepted),
+            draft_tokens=sum(self._verified),
             accepted_tokens=sum(count * rows for count, rows in enumerate(self._accepted)),
-            accepted_per_position=tuple(sum(self._accepted[place + 1 :]) for place in range(k)),
+            verified_per_position=tuple(self._verified),
+            accepted_per_position=tuple(sum(self._accepted[place + 1 :]) for place in range(self._runner.num_drafts)),
+            prefix=PrefixStats(
+                counts=hits.counts,
+                preempted=hits.preempted,
+                hit_rate=hits.hit_rate,
+                cached_pages=0 if prefix is None else prefix.num_cached,
+            ),
         )
 
     def _dispatch(self) -> tuple[StepPlan, Pending] | None:
@@ -237,6 +288,10 @@ class EngineCore:
         decode = sum(row.num_tokens for row in plan.rows if row.tokens is None)
         self._step_tokens = (plan.num_tokens - decode, decode)
         return plan, self._runner.dispatch(plan)
+
+    def _take_early(self) -> list[Delta]:
+        early, self._early = self._early, []
+        return early
 
     def _assert_idle(self) -> None:
         """Nothing is in flight and nothing could be planned: then nobody may be waiting, or they would for ever."""
@@ -263,13 +318,18 @@ class EngineCore:
                 continue
             if accepted < 1:
                 raise RuntimeError(f"step {plan.epoch} brought no token to {request.id}, which is not finished")
-            if row.tokens is None:
+            if row.tokens is None and plan.num_drafts:
                 self._accepted[accepted - 1] += 1
+                for place in range(plan.num_drafts):
+                    self._verified[place] += 1
+                request.verified_drafts += plan.num_drafts
+                request.accepted_drafts += accepted - 1
             before = len(request.output)
             for j in range(accepted):
                 self._append(request, result, i, j)
                 if request.status == "finished":
                     break  # what was sampled after the end is nobody's
+            self.scheduler.publish(request)
             if request.metrics.first_token is None:
                 request.metrics.first_token = now
             deltas.append(Delta(request, request.output[before:], request.status == "finished"))

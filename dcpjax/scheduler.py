@@ -6,20 +6,24 @@ a row, not at admission. So the oldest always gets on, and every request becomes
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from dcpjax.errors import ConfigError, RequestError
+from dcpjax.host.hits import HitCounter
+from dcpjax.host.keys import PageKeys
 from dcpjax.host.pages import PagePool
 from dcpjax.host.plan import PlannedRow, StepPlan
+from dcpjax.host.prefix import PrefixCache
 from dcpjax.host.request import Request
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill and pre-emption by recompute.
+    """Continuous batching with chunked prefill, a prefix cache and pre-emption by recompute.
 
     num_pages: the pool, dummy page included. page_tokens: tokens of a logical page. max_num_seqs: row slots.
-    max_num_batched_tokens: query tokens of a step at most. num_drafts: k; a decode row has k + 1 tokens.
-    lookup: pages that hold a request's first tokens, whole pages only; they are shared with it on admission.
+    max_num_batched_tokens: query tokens of a step at most. num_drafts: k, the most drafts; a decode row has up to k + 1
+    tokens. choose_drafts: number of decode rows → drafts of this step, 0 … k; None: always k. prefix: finds pages that
+    hold a request's first tokens, to be shared with it on admission; None: none are.
     Raises `ConfigError` if the token budget cannot serve all row slots at once.
     """
 
@@ -32,7 +36,8 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         num_drafts: int = 0,
-        lookup: Callable[[Request], Sequence[int]] = lambda request: (),
+        choose_drafts: Callable[[int], int] | None = None,
+        prefix: PrefixCache | None = None,
     ):
         # With this, all rows can decode at once, and the chunk of a running prompt always finds room for a token, since
         # it has a row that does not decode: nobody starves for the budget.
@@ -42,7 +47,13 @@ class Scheduler:
                 f"{num_drafts + 1} tokens (1 + drafts) need {max_num_seqs * (num_drafts + 1)}: raise it, or lower "
                 "max_num_seqs"
             )
-        self.pool = PagePool(num_pages)
+        if prefix is not None and prefix.scheme.page_tokens != page_tokens:
+            raise ConfigError(
+                f"prefix: of pages of {prefix.scheme.page_tokens} tokens, but page_tokens is {page_tokens}"
+            )
+        self.pool = PagePool(num_pages, prefix)
+        self.prefix = prefix
+        self.hits = HitCounter()
         self.page_tokens = page_tokens
         self.max_model_len = max_model_len
         self.max_num_seqs = max_num_seqs
@@ -52,7 +63,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.epoch = 0  # the newest step planned; every plan is dispatched before the next one is made
-        self._lookup = lookup
+        self._choose_drafts = choose_drafts
+        self._taken: list[int] = []  # pages of the plan that is being made
         # The lowest row first, so that few rows stay close together.
         self._rows = list(range(max_num_seqs))
         # Draft rows run ahead of the target's: the row of the last known token has the slot after the query, and with
@@ -84,6 +96,7 @@ class Scheduler:
         """Plans the next step and counts it as dispatched; None if no row can run before a step in flight is read."""
         plan: list[PlannedRow] = []
         budget = self.max_num_batched_tokens
+        drafts = self._drafts()
         short = False  # somebody waits for a page: nobody younger may take one
         # In order of arrival, so that whoever is pre-empted, always the youngest, is not planned yet. A prompt that is
         # not finished has used up its step's budget, so nobody was admitted after it: it is the youngest, and decode
@@ -91,8 +104,10 @@ class Scheduler:
         for request in tuple(self.running):
             if request.status != "running" or request.complete:
                 continue
-            n = self.num_drafts + 1 if request.decoding else min(request.prefill - request.computed, budget)
-            if not self._grow(request, request.computed + n, may_preempt=not short):
+            n = drafts + 1 if request.decoding else min(request.prefill - request.computed, budget)
+            # With fewer drafts now, a decode row still takes the pages of the most: nothing then hangs on the choice.
+            most = self.num_drafts + 1 if request.decoding else n
+            if not self._grow(request, request.computed + most, may_preempt=not short):
                 short = True
                 continue
             budget -= n
@@ -102,10 +117,12 @@ class Scheduler:
             n = min(request.prefill - request.computed, budget)
             budget -= n
             plan.append(self._row(request, n, new=True))
+        taken, self._taken = tuple(self._taken), []
         if not plan:
+            assert not taken, "pages taken for nobody"
             return None
         self.epoch += 1
-        return StepPlan(tuple(plan), self.epoch)
+        return StepPlan(tuple(plan), self.epoch, drafts, taken)
 
     def absorb(self, row: PlannedRow, accepted: int) -> None:
         """A step's output was read: drafts that were not accepted come off what the plans had assumed.
@@ -118,6 +135,31 @@ class Scheduler:
         request.promised -= row.emit
         if row.tokens is None and request.status == "running":
             request.computed -= row.num_tokens - accepted
+
+    def publish(self, request: Request) -> None:
+        """Lets others hit the request's whole pages. To be called when its tokens were appended.
+
+        Prompt pages are published when their chunk is planned, before the device has written them: steps run in order,
+        and within a step rows are written before any are read.
+        """
+        stop = request.written // self.page_tokens
+        if stop <= request.published or request.no_store or self.prefix is None:
+            return
+        request.published = self.prefix.publish(self._keys(request), request.pages, request.published, stop)
+
+    def reset_prefix_cache(self, running: bool = False) -> bool:
+        """Forgets all cached content; False and no change if a page is used.
+
+        running: pre-empt all running requests before. Their pages are used until the steps in flight are read.
+        """
+        while running and self.running:
+            self.preempt(self.running[-1])
+        if self.pool.num_used:
+            return False
+        if self.prefix is not None:
+            self.prefix.clear()
+        self.hits.forget()
+        return True
 
     def settle(self, epoch: int) -> None:
         """All outputs of the steps up to `epoch` were read."""
@@ -146,6 +188,26 @@ class Scheduler:
         for request in (*self.running, *self.waiting):
             request.check(self.num_drafts)
             assert len(request.pages) <= self._pages(request.limit), request
+        if self.prefix is not None:
+            self.prefix.check()
+
+    def _drafts(self) -> int:
+        """Drafts of the next step."""
+        if self._choose_drafts is None:
+            return self.num_drafts
+        drafts = self._choose_drafts(sum(request.decoding and not request.complete for request in self.running))
+        if not 0 <= drafts <= self.num_drafts:
+            raise ValueError(f"choose_drafts: gave {drafts}, it must give 0 … {self.num_drafts}")
+        return drafts
+
+    def _keys(self, request: Request) -> PageKeys:
+        """The request's page keys, up to its last known token."""
+        if request.keys is None:
+            request.keys = self.prefix.scheme.start(request.adapter, request.cache_salt)
+        keys = request.keys
+        if keys.num_tokens < request.num_tokens:
+            keys.extend(request.known(keys.num_tokens, request.num_tokens))
+        return keys
 
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
@@ -171,6 +233,8 @@ class Scheduler:
         request.computed = end
         request.inflight += 1
         request.promised += row.emit
+        if chunk:
+            self.publish(request)
         return row
 
     def _grow(self, request: Request, end: int, may_preempt: bool) -> bool:
@@ -187,6 +251,7 @@ class Scheduler:
         if taken is None:
             return False
         request.hold(taken)
+        self._taken += taken
         return True
 
     def _admit(self) -> bool:
@@ -195,14 +260,21 @@ class Scheduler:
         if not self.waiting or not self._rows or self.waiting[0].inflight:
             return False
         request = self.waiting[0]
-        known = request.num_tokens
-        share = tuple(self._lookup(request))
         # A free page for each running row that still grows, or the newcomer would soon be pre-empted for it. Nobody
         # runs: nothing is kept back, so a request that fits the pool is always admitted alone.
         growing = sum(len(other.pages) < self._pages(other.limit) for other in self.running)
-        taken = self.pool.take(self._reach(request, known) - len(share), share=share, leave=growing)
+        if self.pool.num_free <= growing:
+            return False  # it needs a new page whatever it hits; said early, since the lookup would be for nothing
+        known = request.num_tokens
+        share = self.prefix.lookup(self._keys(request)) if self.prefix is not None else []
+        matched = len(share) * self.page_tokens
+        # The first draft row of a hit has slot `matched`, so that slot's page is never a shared one.
+        new = self._reach(request, known) - len(share)
+        assert matched <= known and new >= 1, request.id
+        taken = self.pool.take(new, share=share, leave=growing)
         if taken is None:
             return False
+        self._taken += taken
         self.waiting.popleft()
         self.running.append(request)
         request.status = "running"
@@ -211,16 +283,21 @@ class Scheduler:
         # matched to requests by their own plan, never by row slot.
         request.row = heapq.heappop(self._rows)
         request.hold((*share, *taken))
-        request.matched = len(share) * self.page_tokens
+        request.matched = matched
+        request.published = len(share)
         request.prefill = known
-        request.computed = max(request.matched - 1, 0)
+        request.computed = max(matched - 1, 0)
+        if self.prefix is not None:
+            lost = self.prefix.common(request.keys, share)
+            self.hits.admit(known, matched, lost, again=request.cached_tokens is not None)
         if request.cached_tokens is None:
-            request.cached_tokens = min(request.matched, len(request.prompt) - 1)
+            request.cached_tokens = min(matched, known - 1)
         return True
 
     def _release(self, request: Request) -> None:
+        self.publish(request)
         self.running.remove(request)
         heapq.heappush(self._rows, request.row)
         self.pool.retire(request.drop_pages(), self.epoch)
         request.row = None
-        request.matched = request.prefill = request.computed = 0
+        request.matched = request.prefill = request.computed = request.published = 0

@@ -1,34 +1,53 @@
 """The pool of pages: who may write which page, counted in whole logical pages.
 
 One id names the same page in every cache array on every rank, so one pool serves target and draft, latent rows and
-index keys. A page is *used* (held by tables, or given back while a step that may write it is in flight) or *free*.
+index keys. A page is *used* (held by tables, or given back while a step that may write it is in flight) or *free*. A
+free page whose content is cached keeps it until the page is handed out as a new one: the free list is the LRU.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from dcpjax.errors import ConfigError
 
 
+class Contents(Protocol):
+    """What pages hold, as far as somebody may ask for it again."""
+
+    by_page: Sequence[object | None]  # [num_pages], changed in place; None: nothing worth keeping
+
+    def evict(self, page: int) -> None:
+        """The page is handed out as a new one; sets `by_page[page]` to None."""
+        ...
+
+
 class PagePool:
     """Pages 1 … num_pages − 1; page 0 is the dummy that absorbs padding and is never given out.
+
+    contents: what is cached, such as a `PrefixCache`; None: nothing is.
 
     Every operation is O(1) per page, and order is fixed: the same calls give the same ids on every host process.
     Steps are numbered by *epochs*, 1, 2, …: `retire` names the newest step that may still write a page, and the page is
     free once `settle` says that this step's output was read.
     """
 
-    def __init__(self, num_pages: int):
+    def __init__(self, num_pages: int, contents: Contents | None = None):
         if num_pages < 2:
             raise ConfigError(f"num_pages: got {num_pages}, at least 2 are needed, the dummy page and one to write to")
         self.num_pages = num_pages
         self._refs = [0] * num_pages
-        # Taken from the front, given back at the back: the page unused for longest goes first. Ordered by a linked
-        # list, so that one in the middle can leave when a later request shares it.
+        # Taken from the front. A page with cached content is given back at the back, so that the one unused for longest
+        # goes first; others at the front, before any content is lost. Ordered by a linked list, so that one in the
+        # middle can leave when a later request shares it.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
         self._retiring: deque[tuple[int, list[int]]] = deque()
         self._num_retiring = 0
         self._settled = 0
+        self._contents = contents
+        self._cached = [None] * num_pages if contents is None else contents.by_page
+        if len(self._cached) != num_pages:
+            raise ConfigError(f"contents: of {len(self._cached)} pages, but the pool has {num_pages}")
 
     @property
     def capacity(self) -> int:
@@ -54,16 +73,22 @@ class PagePool:
         `leave`: how many pages must be free afterwards. Shared pages that are free stop being so, and count; they are
         referenced before new ones are taken, so none of them is handed out as new.
         """
-        revived = sum(1 for page in share if self._refs[page] == 0)
-        if n + revived + leave > len(self._free):
-            return None
+        refs, free, cached = self._refs, self._free, self._cached
+        if n + leave + len(share) > len(free):  # else it fits even if all shared pages are free ones
+            revived = sum(1 for page in share if refs[page] == 0)
+            if n + revived + leave > len(free):
+                return None
         for page in share:
-            if self._refs[page] == 0:
-                del self._free[page]
-            self._refs[page] += 1
-        taken = [self._free.popitem(last=False)[0] for _ in range(n)]
+            if held := refs[page]:
+                refs[page] = held + 1
+            else:
+                refs[page] = 1
+                del free[page]
+        taken = [free.popitem(last=False)[0] for _ in range(n)]
         for page in taken:
-            self._refs[page] = 1
+            refs[page] = 1
+            if cached[page] is not None:
+                self._contents.evict(page)
         return taken
 
     def retire(self, pages: Sequence[int], epoch: int) -> None:
@@ -92,6 +117,8 @@ class PagePool:
             self._refs[page] -= 1
             if self._refs[page] == 0:
                 self._free[page] = None
+                if self._cached[page] is None:
+                    self._free.move_to_end(page, last=False)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Asserts that pages are conserved, given the page lists of all live requests. O(pages)."""

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from dcpjax.errors import RequestError
+from dcpjax.host.keys import PageKeys
 
 Status = Literal["waiting", "running", "finished"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -162,6 +163,9 @@ class Request:
     seed: int  # uint32
     choice: int = 0
     text: Text | None = None
+    cache_salt: str | None = None  # pages are shared between requests of equal salt only
+    no_store: bool = False  # its pages are not for others
+    adapter: str | None = None  # name of the weights added to the model's
     output: list[int] = dataclasses.field(default_factory=list)
     status: Status = "waiting"
     row: int | None = None
@@ -172,10 +176,14 @@ class Request:
     inflight: int = 0  # steps dispatched and not absorbed
     promised: int = 0  # those of them that bring a token: one at least each
     cached_tokens: int | None = None  # for reports: prompt tokens not computed at the first admission; None before it
+    verified_drafts: int = 0
+    accepted_drafts: int = 0  # of those verified
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     metrics: Times = dataclasses.field(default_factory=Times)
+    keys: PageKeys | None = None  # of its whole pages; None until they are asked for
+    published: int = 0  # its first pages that others can hit
     # The pages as the plans carry them. One object until the list grows: a reader may compare by identity.
     table: tuple[int, ...] = ()
 
@@ -193,6 +201,14 @@ class Request:
     def decoding(self) -> bool:
         """Whether all chunks are scheduled: from here on the next token is known on the device only."""
         return self.status == "running" and self.computed >= self.prefill
+
+    @property
+    def written(self) -> int:
+        """First tokens whose rows, target's and draft's, are final once the steps planned so far have run.
+
+        Those of the chunks; then all but the last known token: the step that reads a token writes its row.
+        """
+        return min(self.computed, max(self.prefill, self.num_tokens - 1))
 
     @property
     def complete(self) -> bool:
@@ -222,9 +238,10 @@ class Request:
         assert 0 <= self.promised <= self.inflight, self.id
         assert len(self.prompt) < self.limit and known <= self.limit, self.id
         if self.status != "running":
-            assert self.row is None and not self.pages and self.computed == 0, self.id
+            assert self.row is None and not self.pages and self.computed == self.published == 0, self.id
             return
         assert max(self.matched - 1, 0) <= self.computed and self.matched <= self.prefill <= known, self.id
+        assert self.published <= len(self.pages), self.id
         if self.decoding:
             assumed = self.computed - (known - 1 + self.promised)  # drafts of the steps in flight
             assert 0 <= assumed <= self.promised * num_drafts, self.id

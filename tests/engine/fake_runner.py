@@ -1,7 +1,8 @@
 """A runner without a device: memory of pages, state of rows, both changed in the order of dispatch.
 
 The next token is a function of all tokens before it, *read back from the pages*, so a page handed to two requests, a
-row reused too early or a position off by one changes the text. Slots never written hold NaN.
+row reused too early or a position off by one changes the text. Slots never written hold NaN, and so does a page that was
+taken anew. Target row i has slot i; draft row i, of the token after it, slot i + 1: a hit must find both.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ import zlib
 
 import numpy as np
 
+from dcpjax.host.events import Cleared, Event, Removed, Stored
 from dcpjax.host.plan import RowLogprobs, StepPlan, StepResult
 from dcpjax.host.request import Request, SamplingParams
 
@@ -35,6 +37,29 @@ def expected(prompt: list[int], params: SamplingParams, max_model_len: int, seed
         if (tokens[-1] == EOS and not params.ignore_eos) or tokens[-1] in params.stop_token_ids:
             return tokens[len(prompt) :], "stop"
     return tokens[len(prompt) :], "length"
+
+
+class Replay:
+    """The keys that can be hit, from events alone."""
+
+    def __init__(self):
+        self.keys = set()
+        self.num_cleared = 0
+
+    def apply(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Stored():
+                    assert event.keys and len(event.keys) == len(event.contents) == len({*event.keys} - self.keys)
+                    assert event.parent is None or event.parent in self.keys
+                    assert len(event.tokens) == len(event.keys) * event.page_tokens
+                    self.keys |= set(event.keys)
+                case Removed():
+                    assert set(event.keys) <= self.keys
+                    self.keys -= set(event.keys)
+                case Cleared():
+                    self.keys.clear()
+                    self.num_cleared += 1
 
 
 @dataclasses.dataclass
@@ -82,6 +107,7 @@ class FakeRunner:
         self._target = np.full((num_pages, page_tokens), np.nan)
         self._draft = np.full((num_pages, page_tokens), np.nan)
         self._rows: dict[int, _Row] = {}
+        self._tables: dict[Request, tuple[int, ...]] = {}
         self._written: dict[int, Request] = {}
         self._epoch = 0
 
@@ -93,12 +119,14 @@ class FakeRunner:
         self.log.append(
             (plan.epoch, [(r.request.id, r.row, r.start, r.num_tokens, r.emit, r.new, r.pages) for r in plan.rows])
         )
+        self._take(plan)
         self._written = {}
         num_rows = len(plan.rows) + 1  # one of padding
-        tokens = np.full((num_rows, self.num_drafts + 1), -7, np.int32)
+        tokens = np.full((num_rows, plan.num_drafts + 1), -7, np.int32)
         accepted = np.full(num_rows, 99, np.int32)
         for i, row in enumerate(plan.rows):
-            new = self._chunk(row) if row.tokens is not None else self._decode(row)
+            k = plan.num_drafts
+            new = self._chunk(row, k) if row.tokens is not None else self._decode(row, k)
             tokens[i, : len(new)], accepted[i] = new, len(new)
         self.unread.append((plan.epoch, self._written))
         return _Pending(self, plan, StepResult(tokens, accepted, _logprobs(tokens)))
@@ -110,6 +138,7 @@ class FakeRunner:
         assert len(self.unread) <= 1, "two steps in flight at most"
         for name in ("row", "request"):
             assert len({getattr(row, name) for row in plan.rows}) == len(plan.rows), f"two plans for one {name}"
+        assert 0 <= plan.num_drafts <= self.num_drafts
         kinds = [row.tokens is None for row in plan.rows]
         assert kinds == sorted(kinds, reverse=True), "decode rows come first"
         for row in plan.rows:
@@ -120,11 +149,27 @@ class FakeRunner:
                 for _, written in self.unread:
                     assert written.get(page, row.request) is row.request, "a step in flight may still write the page"
 
-    def _chunk(self, row) -> list[int]:
+    def _take(self, plan: StepPlan) -> None:
+        """Empties the pages the plan took, which are those that its tables did not have before and that are no hits."""
+        new = []
+        for row in plan.rows:
+            had = row.request.matched // self.page_tokens if row.new else len(self._tables[row.request])
+            assert row.new or row.pages[:had] == self._tables[row.request]
+            new += row.pages[had:]
+            self._tables[row.request] = row.pages
+        assert sorted(new) == sorted(plan.taken) and len(set(new)) == len(new)
+        for page in plan.taken:
+            self._target[page] = self._draft[page] = np.nan
+
+    def _chunk(self, row, k: int) -> list[int]:
         request, end = row.request, row.start + row.num_tokens
         if row.new:
             self._rows[row.row] = _Row(request, request.matched, request.limit, row.start)
             assert row.start == max(request.matched - 1, 0)
+            assert request.matched % self.page_tokens == 0 and request.matched < len(row.pages) * self.page_tokens
+            hit = request.tokens[: request.matched]
+            assert self._read(self._target, row, 0, request.matched) == hit
+            assert self._read(self._draft, row, 1, request.matched) == hit[1:]
         state = self._rows[row.row]
         assert state.request is request and state.length == row.start
         assert list(row.tokens) == request.tokens[row.start : end]
@@ -141,15 +186,15 @@ class FakeRunner:
             return []
         self._sample(row, state)
         self._write(self._draft, row, end, state.last)
-        self._provisional(row, state)
+        self._provisional(row, state, k)
         return [state.last]
 
-    def _decode(self, row) -> list[int]:
-        state, k = self._rows[row.row], self.num_drafts
+    def _decode(self, row, k: int) -> list[int]:
+        state = self._rows[row.row]
         assert state.request is row.request and not row.new and row.emit and row.num_tokens == k + 1
         assert state.length <= row.start, "the host's start is the most it can be"
-        assert k or state.length == row.start
-        count = min(self._accept(state.length), state.limit - state.length - 1)
+        assert self.num_drafts or state.length == row.start
+        count = min(self._accept(state.length), k + 1, state.limit - state.length - 1)
         if count <= 0:  # its last token is in a step that the host has not read
             return []
         assert 1 <= count <= k + 1
@@ -162,7 +207,7 @@ class FakeRunner:
             self._sample(row, state)
             self._write(self._draft, row, state.length, state.last)
             new.append(state.last)
-        self._provisional(row, state)
+        self._provisional(row, state, k)
         return new
 
     def _sample(self, row, state: _Row) -> None:
@@ -171,8 +216,8 @@ class FakeRunner:
         request = state.request
         state.last = next_token(tokens, len(request.prompt), request.params, request.seed, request.choice)
 
-    def _provisional(self, row, state: _Row) -> None:
-        for ahead in range(1, self.num_drafts):
+    def _provisional(self, row, state: _Row, k: int) -> None:
+        for ahead in range(1, k):
             self._write(self._draft, row, state.length + ahead, REJECTED)
 
     def _write(self, memory, row, slot: int, token: int) -> None:

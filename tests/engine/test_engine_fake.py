@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dcpjax.engine import EngineCore
 from dcpjax.errors import RequestError
 from dcpjax.host.request import SamplingParams
-from tests.engine.fake_runner import EOS, VOCAB, FakeRunner, expected
+from tests.engine.fake_runner import EOS, VOCAB, FakeRunner, Replay, expected
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -24,20 +24,36 @@ class Arrival:
     prompt: list[int]
     params: SamplingParams
     leaves: int | None = None
+    salt: str | None = None
+    no_store: bool = False
 
 
-def run(arrivals, *, mode="overlap", lookup=None, **options):
+def run(arrivals, *, mode="overlap", prefix_caching=True, choose_drafts=None, **options):
     """Plays a trace to its end, checking every invariant after every step. Returns requests, runner and engine.
 
     mode: "overlap", "sync", or "mixed": now one, now the other.
     """
     runner = FakeRunner(**options)
-    engine = EngineCore(runner, eos_token_ids=[EOS], overlap=mode != "sync", **({"lookup": lookup} if lookup else {}))
+    engine = EngineCore(
+        runner,
+        eos_token_ids=[EOS],
+        overlap=mode != "sync",
+        prefix_caching=prefix_caching,
+        choose_drafts=choose_drafts,
+        kv_events=True,
+    )
+    replay = Replay()
     requests, seen, ended, now = {}, {}, [], 0
     while len(requests) < len(arrivals) or engine.has_work:
         for i, arrival in enumerate(arrivals):
             if arrival.step <= now and i not in requests:
-                requests[i] = engine.add(arrival.prompt, arrival.params, request_id=str(i))
+                requests[i] = engine.add(
+                    arrival.prompt,
+                    arrival.params,
+                    request_id=str(i),
+                    cache_salt=arrival.salt,
+                    no_store=arrival.no_store,
+                )
                 seen[i] = []
             if arrival.leaves is not None and now >= arrival.step + arrival.leaves and str(i) in engine._requests:
                 assert engine.abort(str(i)).finished
@@ -54,6 +70,9 @@ def run(arrivals, *, mode="overlap", lookup=None, **options):
         if oldest is not None and not was_in_flight:
             assert oldest.id in [row[0] for row in runner.log[planned][1]], "the oldest always gets on"
         engine.scheduler.check()
+        replay.apply(engine.drain_events())
+        if prefix_caching:
+            assert replay.keys == engine.scheduler.prefix._nodes.keys()
         now += 1
         assert now < 5000
     assert engine.scheduler.pool.num_used == 0 and not runner.unread
@@ -189,12 +208,11 @@ def test_pages_and_rows_are_handed_on():
     assert all(len(names) > 2 for names in users.values())
 
 
-def test_a_prompt_that_fills_the_pool_comes_back_and_hits():
+def test_br_09_a_prompt_that_fills_the_pool_comes_back_and_hits():
     """10 pages with the dummy, 16 tokens each, n = 130: run, pre-empt, re-admit with 128 tokens still cached."""
     prompt = [i % VOCAB for i in range(130)]
     params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
-    for k in (0, 3):
-        kept = []
+    for k in (0, 3, 5):
         runner = FakeRunner(
             num_pages=10,
             page_tokens=16,
@@ -203,11 +221,11 @@ def test_a_prompt_that_fills_the_pool_comes_back_and_hits():
             max_num_batched_tokens=50,
             accept=accept_some(k),
         )
-        engine = EngineCore(runner, eos_token_ids=[EOS], lookup=lambda request, kept=kept: kept[:8])
+        engine = EngineCore(runner, eos_token_ids=[EOS])
         request = engine.add(prompt, params)
         while len(request.output) < 3:
             engine.step()
-        kept += request.pages
+        kept = list(request.pages)
         engine.scheduler.preempt(request)
         while request.status == "waiting":
             engine.step()
@@ -220,7 +238,7 @@ def test_a_prompt_that_fills_the_pool_comes_back_and_hits():
 
 
 @pytest.mark.parametrize("mode", ["overlap", "sync"])
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k", [0, 3, 5])
 def test_a_hit_gives_the_same_text(k, mode):
     """Prompts that share pages with one that runs: none, a part, the whole; equal to what they are alone."""
     base = [(7 * i) % VOCAB for i in range(16)]
@@ -228,25 +246,14 @@ def test_a_hit_gives_the_same_text(k, mode):
     arrivals = [Arrival(0, base + [1], long)]
     for n in (3, 4, 5, 8, 9, 15, 16):
         arrivals += [Arrival(3, base[:n], GREEDY), Arrival(3, base[:n] + [2, 3, 5], GREEDY)]
-    running = {}
-
-    def lookup(request):
-        """Whole pages that the first request's prompt has in common and has computed."""
-        running.setdefault(request.id, request)
-        donor = running["0"]
-        if request is donor or donor.status != "running":
-            return ()
-        same = next((i for i, (a, b) in enumerate(zip(donor.prompt, request.prompt)) if a != b), len(request.prompt))
-        return donor.pages[: min(same, donor.computed, 16) // 4]
-
     options = {
         "num_pages": 64,
         "num_drafts": k,
         "accept": accept_some(k),
         "max_num_seqs": 16,
-        "max_num_batched_tokens": 70,
+        "max_num_batched_tokens": 96,
     }
-    requests, _, _ = run(arrivals, mode=mode, lookup=lookup, **options)
+    requests, _, _ = run(arrivals, mode=mode, **options)
     check_texts(arrivals, requests, 64)
     cached = {len(r.prompt): r.cached_tokens for r in requests.values() if r.prompt == base[: len(r.prompt)]}
     assert cached == {3: 0, 4: 3, 5: 4, 8: 7, 9: 8, 15: 12, 16: 15}
@@ -432,7 +439,7 @@ def test_stats_and_times(k):
     runner = FakeRunner(num_drafts=k, accept=lambda length: 1 + length % (k + 1))
     engine = EngineCore(runner, eos_token_ids=[], clock=lambda: next(ticks))
     params = SamplingParams(temperature=0, max_tokens=9)
-    requests = [engine.add([1] * n, params) for n in (4, 30)]
+    requests = [engine.add([n] * n, params) for n in (4, 30)]
     assert engine.stats.waiting == 2 and engine.stats.page_usage == 0
     engine.step()
     stats = engine.stats

@@ -3,13 +3,16 @@
 import pytest
 
 from dcpjax.errors import ConfigError, RequestError
+from dcpjax.host.prefix import PrefixCache
 from dcpjax.host.request import Request, SamplingParams
 from dcpjax.scheduler import Scheduler
 
 
-def make(**options):
+def make(*, cache=False, **options):
     defaults = {"num_pages": 33, "page_tokens": 4, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    return Scheduler(**(defaults | options))
+    options = defaults | options
+    prefix = PrefixCache(num_pages=options["num_pages"], page_tokens=options["page_tokens"]) if cache else None
+    return Scheduler(**options, prefix=prefix)
 
 
 def add(scheduler, name, num_prompt, max_tokens=8):
@@ -30,6 +33,8 @@ def read(scheduler, plan, accepted=1):
         count = (accepted if row.tokens is None else 1) if row.emit else 0
         scheduler.absorb(row, count)
         row.request.output += [9] * count
+        if row.request.status == "running":
+            scheduler.publish(row.request)
     scheduler.check()
 
 
@@ -234,8 +239,7 @@ def test_the_only_request_is_always_readmitted():
 
 def test_pages_that_match_are_shared():
     """A hit of the whole prompt starts at its last token, which is read and not written."""
-    hits = {"b": 2, "c": 2}
-    scheduler = make(lookup=lambda request: donor.pages[: hits.get(request.id, 0)])
+    scheduler = make(cache=True)
     donor = add(scheduler, "a", 9)
     read(scheduler, scheduler.plan())
     whole, part = add(scheduler, "b", 8), add(scheduler, "c", 11)
@@ -253,12 +257,62 @@ def test_pages_that_match_are_shared():
 
 def test_a_hit_that_does_not_fit_changes_nothing():
     """Pages of a hit that are free stop being free: they count against what is left."""
-    scheduler = make(num_pages=6, lookup=lambda request: [2, 1])
-    scheduler.pool.retire(scheduler.pool.take(2), 0)
+    scheduler = make(num_pages=6, cache=True, max_num_batched_tokens=32)
+    donor = add(scheduler, "donor", 9, max_tokens=1)
+    read(scheduler, scheduler.plan())
+    scheduler.finish(donor)
     held = scheduler.pool.take(1)
     request = add(scheduler, "a", 17, max_tokens=1)
+    before = list(scheduler.pool._free)
     assert scheduler.plan() is None and request.status == "waiting"
-    assert scheduler.pool.num_free == 4
+    assert list(scheduler.pool._free) == before and len(before) == 4 and scheduler.hits.counts.queries == 9
     scheduler.pool.retire(held, 0)
-    assert scheduler.plan().rows[0].pages[:2] == (2, 1)
+    assert scheduler.plan().rows[0].pages[:2] == (1, 2)
+    assert (scheduler.hits.counts.queries, scheduler.hits.counts.hits) == (26, 8)
     scheduler.check()
+
+
+def test_the_number_of_drafts_is_chosen_step_by_step():
+    """Pages are those of the most drafts, whatever is chosen; so are the bounds on what is assumed."""
+    seen, choice = [], [3]
+
+    def choose(rows):
+        seen.append(rows)
+        return choice[0]
+
+    scheduler = make(num_drafts=3, choose_drafts=choose)
+    request, other = add(scheduler, "a", 5, max_tokens=40), add(scheduler, "b", 2, max_tokens=40)
+    plan = scheduler.plan()
+    assert (plan.num_drafts, seen) == (3, [0])
+    read(scheduler, plan)
+    start = {}
+    for drafts in (0, 3, 1, 2):
+        choice[0] = drafts
+        plan = scheduler.plan()
+        assert plan.num_drafts == drafts
+        assert [row.num_tokens for row in plan.rows] == [drafts + 1] * 2
+        start = {row.request.id: row.start for row in plan.rows}
+        assert len(request.pages) == -(-(start["a"] + 3 + 1 + 3) // 4)
+        read(scheduler, plan, accepted=1)
+        assert request.computed == start["a"] + 1 == request.num_tokens - 1
+    assert seen == [0, 2, 2, 2, 2]
+    scheduler.finish(other)
+    scheduler.plan()
+    assert seen[-1] == 1
+    for wrong in (-1, 4):
+        choice[0] = wrong
+        with pytest.raises(ValueError, match=f"choose_drafts: gave {wrong}, it must give 0 … 3"):
+            scheduler.plan()
+
+
+def test_a_plan_says_which_pages_it_took():
+    scheduler = make(cache=True, num_drafts=1)
+    first = add(scheduler, "a", 8)
+    plan = scheduler.plan()
+    assert plan.taken == tuple(first.pages) == (1, 2, 3)
+    read(scheduler, plan)
+    second = add(scheduler, "b", 8)
+    plan = scheduler.plan()
+    assert second.pages[:2] == [1, 2] and plan.taken == tuple(second.pages[2:]), "not those of a hit"
+    read(scheduler, plan)
+    assert scheduler.plan().taken == () and len(first.pages) == 3

@@ -64,7 +64,8 @@ def run(llm, rows, shape):
 
 
 def set_pools(llm, change):
-    """Replaces the target's pools by `change(numpy array)`, laid out as before."""
+    """Replaces the target's pools by `change(numpy array)`, laid out as before; what was cached is gone."""
+    assert llm.engine.reset_prefix_cache()
     cache = llm.runner.cache
 
     def put(pool):
@@ -213,9 +214,8 @@ def test_a_hit_reads_its_pages_and_never_writes_them(llm, size, alive):
     """
     prompt = prompt_of(size, 9)
     (cold,) = llm.generate(prompt, GREEDY)
-    pages: list[int] = []
     set_pools(llm, nothing)
-    engine = EngineCore(llm.runner, eos_token_ids=(), lookup=lambda request: pages)
+    engine = EngineCore(llm.runner, eos_token_ids=())
     first = engine.add(prompt[:16] + prompt_of(3, 1), dataclasses.replace(GREEDY, max_tokens=30))
     while len(first.output) < 3:
         engine.step()
@@ -230,7 +230,6 @@ def test_a_hit_reads_its_pages_and_never_writes_them(llm, size, alive):
 
     set_pools(llm, mark)
     before = read_pools(llm, shared)
-    pages += shared
     second = engine.add(prompt, GREEDY)
     while second.status != "finished":
         engine.step()

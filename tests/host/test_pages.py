@@ -26,11 +26,50 @@ def test_take_is_all_or_nothing():
 
 
 def test_pages_go_out_in_the_order_they_were_last_used():
-    """Never-used pages first; then the tail of what was given back before its head."""
+    """Those without content first, the newest of them before the others."""
     pool = PagePool(8)
     pages = pool.take(4)
+    pool.retire(pages[:2], 0)
+    pool.retire(pages[2:], 0)
+    assert pool.take(7) == [3, 4, 1, 2, 5, 6, 7]
+
+
+class Names:
+    """Contents of pages, by name."""
+
+    def __init__(self, num_pages):
+        self.by_page = [None] * num_pages
+        self.evicted = []
+
+    def evict(self, page):
+        self.evicted.append(self.by_page[page])
+        self.by_page[page] = None
+
+
+def test_inv_28_eviction_order():
+    """Never-used pages first; then the tail of what was given back before its head."""
+    names = Names(8)
+    pool = PagePool(8, names)
+    pages = pool.take(4)
+    names.by_page[1:5] = "abcd"
     pool.retire(pages, 0)
-    assert pool.take(7) == [5, 6, 7, 4, 3, 2, 1]
+    assert names.evicted == [], "content goes when the page is handed out, not before"
+    assert pool.take(3) == [5, 6, 7] and names.evicted == []
+    assert pool.take(1) == [4] and names.evicted == ["d"]
+    assert pool.take(0, share=[1]) == []
+    assert pool.take(2) == [3, 2] and names.evicted == ["d", "c", "b"]
+    assert names.by_page[1] == "a"
+
+
+def test_pages_without_content_go_before_those_with():
+    names = Names(6)
+    pool = PagePool(6, names)
+    pages = pool.take(5)
+    names.by_page[1], names.by_page[4] = "a", "d"
+    pool.retire(pages, 0)
+    assert pool.take(5) == [2, 3, 5, 4, 1], "the partial tail first, then tail before head"
+    with pytest.raises(ConfigError, match="contents: of 6 pages, but the pool has 7"):
+        PagePool(7, names)
 
 
 def test_retired_pages_come_back_when_their_step_was_read():
@@ -60,6 +99,22 @@ def test_retire_refuses_what_cannot_be():
             pool.retire([page], 3)
 
 
+def test_inv_29_hit_pages_are_safe():
+    """Needed − 1 pages are free, the hit ones among them: a refusal changes nothing, not even the order."""
+    names = Names(7)
+    pool = PagePool(7, names)
+    pages = pool.take(4)
+    names.by_page[1:5] = "abcd"
+    pool.retire(pages, 0)
+    before = (list(pool._free), list(pool._refs), list(names.by_page))
+    assert before[0] == [5, 6, 4, 3, 2, 1]
+    assert pool.take(3, share=[1, 2, 3, 4]) is None
+    assert pool.take(2, share=[1, 2, 3], leave=2) is None
+    assert (list(pool._free), list(pool._refs), list(names.by_page)) == before and names.evicted == []
+    assert pool.take(2, share=[1, 2, 3, 4]) == [5, 6], "referenced before new ones are taken"
+    pool.check([[1, 2, 3, 4, 5, 6]])
+
+
 def test_shared_pages():
     pool = PagePool(6)
     first = pool.take(3)
@@ -71,8 +126,8 @@ def test_shared_pages():
     pool.retire([1, 2, 4], 0)
     assert pool.take(4, share=[5, 2]) is None
     pool.check([])
-    assert pool.take(3, share=[5, 2]) == [3, 4, 1]
-    pool.check([[5, 2, 3, 4, 1]])
+    assert pool.take(3, share=[5, 2]) == [1, 4, 3]
+    pool.check([[5, 2, 1, 4, 3]])
 
 
 def test_check_finds_a_lost_page():
