@@ -2,13 +2,14 @@
 
 import argparse
 
-from dcpjax.bench import dispatch
+from dcpjax.bench import cache, dispatch
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m dcpjax.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     dispatch.add_arguments(commands.add_parser("dispatch", help="host time of one jitted step, by number of arrays"))
+    cache.add_arguments(commands.add_parser("cache", help="prefix hits on a trace, and host time per page"))
     args = parser.parse_args()
     args.run(args)
 
