@@ -322,13 +322,14 @@ class EngineCore:
                 self._accepted[accepted - 1] += 1
                 for place in range(plan.num_drafts):
                     self._verified[place] += 1
-                request.verified_drafts += plan.num_drafts
-                request.accepted_drafts += accepted - 1
             before = len(request.output)
             for j in range(accepted):
                 self._append(request, result, i, j)
                 if request.status == "finished":
                     break  # what was sampled after the end is nobody's
+            if row.tokens is None:
+                request.verified_drafts += plan.num_drafts
+                request.accepted_drafts += len(request.output) - before - 1
             self.scheduler.publish(request)
             if request.metrics.first_token is None:
                 request.metrics.first_token = now

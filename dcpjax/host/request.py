@@ -177,7 +177,7 @@ class Request:
     promised: int = 0  # those of them that bring a token: one at least each
     cached_tokens: int | None = None  # for reports: prompt tokens not computed at the first admission; None before it
     verified_drafts: int = 0
-    accepted_drafts: int = 0  # of those verified
+    accepted_drafts: int = 0  # those of them that are in the output
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
