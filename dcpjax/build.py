@@ -32,6 +32,7 @@ class EngineConfig:
     decode_context_parallel_size: int = 1
     interleave: int = 1
     backend: str = "ag_rs"
+    debug: bool = False
     index_shards: int | None = None
     draft_kv: str = "sharded"
     speculation: Speculation | None = None
@@ -107,7 +108,7 @@ def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
             shape, plan, config.block_size, seqs * length, nbytes, params_bytes(cfg, plan, dtype)
         )
     return Resolved(
-        net=Network(cfg, plan, AttentionOptions(backend=config.backend)),
+        net=Network(cfg, plan, AttentionOptions(backend=config.backend, debug=config.debug)),
         dtype=dtype,
         shape=shape,
         layout=dataclasses.replace(layout, num_pages=max(pages, 1)),

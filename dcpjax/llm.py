@@ -66,7 +66,8 @@ class LLM:
     effect yet, prefixes are computed anew. speculative_config: None, or {"method": "mtp", "num_speculative_tokens": k
     (1), "draft_kv": "sharded" or "replicated", "acceptance": "coupled" (the text is the one without drafts) or
     "rejection" (the same distribution), "pin": None or a mean acceptance length to force in benchmarks, "adaptive":
-    whether steps may use fewer drafts (False)}. overlap: dispatch a step before reading the last one. seed: of requests
+    whether steps may use fewer drafts (False)}. dcp_debug: a
+    line a layer from every device on standard error. overlap: dispatch a step before reading the last one. seed: of requests
     without one. hf_overrides: laid over config.json.
     Raises `ConfigError` or `CheckpointError`.
     """
@@ -92,6 +93,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         speculative_config: dict[str, Any] | None = None,
+        dcp_debug: bool = False,
         overlap: bool = True,
         seed: int = 0,
         hf_overrides: dict[str, Any] | None = None,
@@ -107,6 +109,7 @@ class LLM:
             decode_context_parallel_size=decode_context_parallel_size,
             interleave=cp_kv_cache_interleave_size,
             backend=dcp_comm_backend,
+            debug=dcp_debug,
             index_shards=index_shards,
             draft_kv=draft_kv,
             speculation=speculation,
@@ -173,15 +176,30 @@ class LLM:
         self.runner.warm_up(progress)
 
     def add(
-        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None, choice: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        choice: int = 0,
+        cache_salt: str | None = None,
+        no_store: bool = False,
     ) -> Request:
-        """Queues one choice of a prompt of token ids in the engine, with its text. Raises `RequestError`."""
+        """Queues one choice of a prompt of token ids, with its text; see `EngineCore.add`. Raises `RequestError`."""
         text = None
         if self.tokenizer is not None:
             text = TextStream(self.tokenizer, params, prompt[-4:])
         elif params.stop:
             raise RequestError("stop: this model has no tokenizer, so stop strings cannot be found; use stop_token_ids")
-        return self.engine.add(prompt, params, request_id=request_id, choice=choice, text=text)
+        return self.engine.add(
+            prompt,
+            params,
+            request_id=request_id,
+            choice=choice,
+            text=text,
+            cache_salt=cache_salt,
+            no_store=no_store,
+        )
 
     def generate(
         self,

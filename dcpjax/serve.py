@@ -30,11 +30,14 @@ def main(
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every platform that is not there
     keys = [environment[name] for name in ("DCPJAX_API_KEY", "VLLM_API_KEY") if environment.get(name)]
-    settings = parse(sys.argv[1:] if argv is None else argv, api_keys=keys[:1], draft_kv=_draft_kv(environment))
+    settings = parse(
+        sys.argv[1:] if argv is None else argv,
+        api_keys=keys[:1],
+        draft_kv=_draft_kv(environment),
+        debug=_debug(environment),
+    )
     for line in settings.warnings:
         log.warning(line)
-    if environment.get("VLLM_DCP_DEBUG", "0") not in ("", "0"):
-        log.warning("VLLM_DCP_DEBUG has no effect yet")
     make = _make_llm if make_llm is None else make_llm
     try:
         return serve(
@@ -77,6 +80,15 @@ def _warm_up(llm: "LLM") -> None:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("compiling", total=None)
         llm.warm_up(lambda done, total: bar.update(task, completed=done, total=total))
+
+
+def _debug(environment: Mapping[str, str]) -> bool:
+    value = environment.get("VLLM_DCP_DEBUG")
+    if value is None:
+        return False
+    debug = value not in ("", "0")
+    log.info("VLLM_DCP_DEBUG=%s: --%sdcp-debug unless the command line says otherwise", value, "" if debug else "no-")
+    return debug
 
 
 def _draft_kv(environment: Mapping[str, str]) -> str | None:

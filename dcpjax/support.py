@@ -12,6 +12,7 @@ import pathlib
 from dcpjax import build
 from dcpjax.build import EngineConfig
 from dcpjax.errors import ConfigError
+from dcpjax.spec import Speculation
 from models.config import ModelConfig, from_hf
 
 # Memory is not what this table is about: enough blocks for any length.
@@ -31,11 +32,23 @@ _CASES: dict[str, list[dict]] = {
         {"decode_context_parallel_size": 4, "index_shards": s, "draft_kv": d}
         for s, d in ((4, "sharded"), (4, "replicated"), (1, "sharded"), (1, "replicated"), (2, "sharded"))
     ],
+    "Drafts, dcp 4 (`speculative_config`)": [
+        {"decode_context_parallel_size": 4, "speculative_config": config}
+        for config in (
+            *({"num_speculative_tokens": k} for k in (0, 1, 3, 5, 15, 16, 17)),
+            *({"num_speculative_tokens": 5, "draft_kv": kind} for kind in ("sharded", "replicated", "both")),
+            *({"num_speculative_tokens": 5, "acceptance": rule} for rule in ("coupled", "rejection", "greedy")),
+            *({"num_speculative_tokens": 5, "pin": pin} for pin in (3.7, 6.5)),
+            {"method": "mtp", "num_speculative_tokens": 5, "adaptive": True},
+            {"method": "eagle"},
+        )
+    ],
     "Merge": [{"decode_context_parallel_size": 4, "backend": name} for name in ("ag_rs", "a2a", "psum", "nccl")],
     "Limits": [
         {"max_model_len": 1_048_576},
         {"max_model_len": 2_000_000},
         {"max_num_seqs": 128, "max_num_batched_tokens": 64},
+        {"max_num_seqs": 128, "max_num_batched_tokens": 512, "speculative_config": {"num_speculative_tokens": 5}},
         {"num_blocks": 1},
     ],
 }
@@ -58,15 +71,16 @@ def render(cfg: ModelConfig) -> str:
 
 
 def _outcome(cfg: ModelConfig, case: dict) -> str:
+    case = dict(case)
     try:
-        build.resolve(cfg, dataclasses.replace(_BASE, **case))
+        case["speculation"], draft_kv = Speculation.read(case.pop("speculative_config", None))
+        build.resolve(cfg, dataclasses.replace(_BASE, **{"draft_kv": draft_kv, **case}))
     except ConfigError as error:
         return f"refused: {error}"
     return "runs"
 
 
 def main() -> None:
-
     parser = argparse.ArgumentParser(prog="python -m dcpjax.support", description=__doc__)
     parser.add_argument("config", type=pathlib.Path, help="config.json of GLM-5.2")
     args = parser.parse_args()

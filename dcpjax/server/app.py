@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import dcpjax
-from dcpjax.server import errors, text_routes
+from dcpjax.server import errors, prefix_cache, text_routes
 from dcpjax.server.answers import JsonResponse
 from dcpjax.server.chat import chat_completions
 from dcpjax.server.completions import completions
@@ -22,7 +22,7 @@ from dcpjax.server.metrics import CONTENT_TYPE
 from dcpjax.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from dcpjax.server.service import Served, Service
 
-_GUARDED = ("/v1", "/tokenize", "/detokenize")
+_GUARDED = ("/v1", "/tokenize", "/detokenize", "/reset_prefix_cache")
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -49,6 +49,11 @@ def make_app(service: Service) -> ASGIApp:
     @app.post("/detokenize", **_documented(DetokenizeBody))
     async def post_detokenize(request: Request) -> Response:
         return JsonResponse(await text_routes.detokenize(await read(request, DetokenizeBody), service.served))
+
+    @app.post("/reset_prefix_cache")
+    async def post_reset(request: Request) -> Response:
+        await prefix_cache.reset(request, service.served)
+        return Response()
 
     @app.get("/v1/models")
     async def get_models() -> Response:

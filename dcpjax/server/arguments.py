@@ -43,7 +43,7 @@ _JSON_FLAGS = (
     "--override-generation-config",
     "--default-chat-template-kwargs",
 )
-_SPECULATIVE_KEYS = ("method", "num_speculative_tokens", "draft_kv", "acceptance")
+_DRAFT_KV = ("sharded", "replicated")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dcp-kv-cache-interleave-size", type=_count, help="deprecated name of --cp-kv-cache-interleave-size")
     add("--dcp-comm-backend", choices=("ag_rs", "a2a", "psum"), default="ag_rs", help="how partial results meet")
     add("--dcp-index-shards", type=_count, help="1 or the dcp size (default)")
-    add("--dcp-debug", action=argparse.BooleanOptionalAction, default=False, help="reports how the cache is dealt out")
+    add("--dcp-debug", action=argparse.BooleanOptionalAction, help="a line a layer from every device; slow")
     group = parser.add_argument_group("cache and scheduling")
     add = group.add_argument
     add("--block-size", type=_count, default=64, help="tokens of a logical page, the same at every dcp size")
@@ -124,22 +124,24 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: Sequence[str], api_keys: Sequence[str] = (), draft_kv: str | None = None) -> Settings:
+def parse(
+    argv: Sequence[str], api_keys: Sequence[str] = (), draft_kv: str | None = None, debug: bool = False
+) -> Settings:
     """Reads the command line; exits with one line on standard error if it is wrong.
 
-    api_keys: used if the line gives none. draft_kv: likewise, see `LLM`.
+    api_keys: used if the line gives none. draft_kv, debug: likewise, see `LLM`.
     """
     parser = make_parser()
     given, unknown = parser.parse_known_args(_fold_dotted(parser, [_dashes(word) for word in argv]))
     if unknown:
         parser.error(_unknown(parser, unknown[0]))
     try:
-        return _settings(given, tuple(api_keys), draft_kv)
+        return _settings(given, tuple(api_keys), draft_kv, debug)
     except ConfigError as error:
         parser.error(str(error))
 
 
-def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: str | None) -> Settings:
+def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: str | None, debug: bool) -> Settings:
     warnings = []
     if given.positional_model and given.model and given.positional_model != given.model:
         raise ConfigError(f"two models: {given.positional_model!r} and --model {given.model!r}; give one")
@@ -149,12 +151,15 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
     for name in _WITHOUT_MEANING:
         if getattr(given, name[2:].replace("-", "_")) is not None:
             warnings.append(f"{name} has no effect here")
-    if given.dcp_debug:
-        warnings.append("--dcp-debug has no effect yet")
-    _check(given)
     speculative = given.speculative_config
     if speculative is not None and draft_kv is not None:
         speculative = {"draft_kv": draft_kv, **speculative}
+    num_drafts, pin = _check_speculative(speculative)
+    _check(given, num_drafts)
+    if pin is not None:
+        warnings.append(
+            f"pin: the acceptance length is forced to {pin:g}, for benchmarks only: texts are not the model's"
+        )
     llm = {
         "model": given.model or given.positional_model,
         "tokenizer": given.tokenizer,
@@ -175,6 +180,7 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
         "kv_cache_memory_bytes": given.kv_cache_memory_bytes,
         "enable_prefix_caching": given.enable_prefix_caching,
         "speculative_config": speculative,
+        "dcp_debug": debug if given.dcp_debug is None else given.dcp_debug,
         "overlap": given.overlap,
         "seed": given.seed,
         "hf_overrides": given.hf_overrides or None,
@@ -193,11 +199,12 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
             given.decode_context_parallel_size,
         ),
         fingerprint=json.dumps(llm, sort_keys=True, default=str),
+        pin=pin,
     )
     return Settings(llm, options, given.host, given.port, given.shutdown_timeout, tuple(warnings))
 
 
-def _check(given: argparse.Namespace) -> None:
+def _check(given: argparse.Namespace, num_drafts: int) -> None:
     """Combinations that could not run. Raises `ConfigError`."""
     dcp, size = given.decode_context_parallel_size, given.tensor_parallel_size
     turn = dcp * given.cp_kv_cache_interleave_size
@@ -220,17 +227,32 @@ def _check(given: argparse.Namespace) -> None:
     if given.num_gpu_blocks_override == 1:
         raise ConfigError("--num-gpu-blocks-override must be at least 2: block 0 is a dummy")
     tokens, rows = given.max_num_batched_tokens, given.max_num_seqs
-    if tokens is not None and rows is not None and tokens < rows:
-        raise ConfigError(f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {rows}")
-    unknown = sorted(set(given.speculative_config or ()) - set(_SPECULATIVE_KEYS))
-    if unknown:
-        raise ConfigError(f"--speculative-config: unknown keys {unknown}; allowed: {', '.join(_SPECULATIVE_KEYS)}")
+    if tokens is not None and rows is not None and tokens < rows * (1 + num_drafts):
+        drafts = f" × (1 + {num_drafts} drafts)" if num_drafts else ""
+        raise ConfigError(f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {rows}{drafts}")
     if not 0 <= given.port < 65536:
         raise ConfigError(f"--port must be between 0 and 65535; got {given.port}")
     if given.max_logprobs < -1:
         raise ConfigError(f"--max-logprobs must be at least -1; got {given.max_logprobs}")
     if not given.shutdown_timeout >= 0:
         raise ConfigError(f"--shutdown-timeout must be at least 0; got {given.shutdown_timeout}")
+
+
+def _check_speculative(config: dict[str, Any] | None) -> tuple[int, float | None]:
+    """Drafts of a step, and the acceptance length that is forced, if one is. Raises `ConfigError`."""
+    if config is None:
+        return 0, None
+    from dcpjax.spec import Speculation  # it imports JAX, which a wrong command line need not wait for
+
+    try:
+        speculation, draft_kv = Speculation.read(config)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("speculative_config", "--speculative-config", 1)) from None
+    if draft_kv not in _DRAFT_KV:
+        raise ConfigError(
+            f"--speculative-config: draft_kv must be one of {', '.join(_DRAFT_KV)}; got {draft_kv!r:.100}"
+        )
+    return speculation.num_drafts, speculation.pin
 
 
 def _template(given: str) -> str:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from dcpjax.server import wishes
 from dcpjax.server.answers import JsonResponse, public_id
-from dcpjax.server.engine_thread import Job, Ticket, Update
+from dcpjax.server.engine_thread import Prediction, Ticket, Update
 from dcpjax.server.errors import ApiError
 from dcpjax.server.logprobs import chat_entries
 from dcpjax.server.prompts import ChatPrompt, check_tool_choice, render_chat
@@ -35,7 +35,7 @@ async def chat_completions(request: Request, body: ChatBody, served: Served, opt
     if max_tokens is None:
         max_tokens = wishes.default_max_tokens(served)
     params = wishes.sampling_params(body, served, max_tokens=max_tokens, logprobs=logprobs)
-    ticket = served.thread.submit([Job(ids, params, choice) for choice in range(params.n)])
+    ticket = served.thread.submit(wishes.jobs(ids, params, body))
     await ticket.accepted()
     answer = _Answer(public_id("chatcmpl", body.request_id, request), body, ChatPrompt(ids, prompt.thinking), served)
     if stream.stream:
@@ -72,6 +72,7 @@ class _Choice:
         self.num_tokens = 0
         self.num_reasoning = 0
         self.cached_tokens = 0
+        self.prediction = Prediction()
         self.opened = False  # its first chunk is out
         self.entries: list[dict] = []  # logprobs not sent yet
         self.token_ids: list[int] = []  # not sent yet
@@ -87,6 +88,7 @@ class _Choice:
         ids = update.token_ids
         self.num_tokens += len(ids)
         self.cached_tokens = update.cached_tokens
+        self.prediction = update.prediction
         self.token_ids += ids
         if self._logprobs:
             self.entries += chat_entries(self._tokenizer, ids, update.logprobs)
@@ -202,5 +204,6 @@ class _Answer:
             len(self._prompt.token_ids),
             sum(choice.num_tokens for choice in self._choices),
             self._choices[0].cached_tokens,
+            (choice.prediction for choice in self._choices),
             sum(choice.num_reasoning for choice in self._choices),
         )

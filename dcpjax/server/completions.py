@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from dcpjax.server import wishes
 from dcpjax.server.answers import JsonResponse, public_id
-from dcpjax.server.engine_thread import Job, Ticket, Update
+from dcpjax.server.engine_thread import Prediction, Ticket, Update
 from dcpjax.server.errors import ApiError
 from dcpjax.server.logprobs import CompletionLogprobs
 from dcpjax.server.protocol import CompletionBody
@@ -43,7 +43,7 @@ async def completions(request: Request, body: CompletionBody, served: Served, op
         raise ApiError(400, f"prompt: {len(prompts)} prompts × n = {params.n} are over {_MAX_CHOICES}", "prompt")
     for prompt in prompts:
         wishes.check_prompt(prompt.token_ids, max_tokens, served, "prompt")
-    jobs = [Job(prompt.token_ids, params, choice) for prompt in prompts for choice in range(params.n)]
+    jobs = [job for prompt in prompts for job in wishes.jobs(prompt.token_ids, params, body)]
     ticket = served.thread.submit(jobs)
     await ticket.accepted()
     answer = _Answer(public_id("cmpl", body.request_id, request), body, prompts, served)
@@ -96,6 +96,7 @@ class _Choice:
         self.prompt = prompt
         self.num_tokens = 0
         self.cached_tokens = 0
+        self.prediction = Prediction()
         self.opened = False  # its first chunk is out
         self._logprobs = None
         if body.logprobs is not None:
@@ -105,7 +106,7 @@ class _Choice:
     def take(self, update: Update) -> Update | None:
         """What to send now: nothing while there is no text, unless it is the last."""
         self.num_tokens += len(update.token_ids)
-        self.cached_tokens = update.cached_tokens
+        self.cached_tokens, self.prediction = update.cached_tokens, update.prediction
         if self._held is not None:
             update, self._held = self._held.then(update), None
         if not update.text and update.finish_reason is None:
@@ -140,7 +141,7 @@ class _Answer:
             for update in updates:
                 state = self._choices[update.index]
                 state.num_tokens += len(update.token_ids)
-                state.cached_tokens = update.cached_tokens
+                state.cached_tokens, state.prediction = update.cached_tokens, update.prediction
                 earlier = sums.get(update.index)
                 sums[update.index] = update if earlier is None else earlier.then(update)
         choices = []
@@ -176,4 +177,5 @@ class _Answer:
             sum(len(choice.prompt.token_ids) for choice in firsts),
             sum(choice.num_tokens for choice in self._choices),
             sum(choice.cached_tokens for choice in firsts),
+            (choice.prediction for choice in self._choices),
         )

@@ -16,12 +16,13 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dcpjax.engine import Delta, EngineCore
 from dcpjax.errors import RequestError
 from dcpjax.host.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from dcpjax.server.errors import ApiError, ClientGone, bad_request
+from dcpjax.server.watch import Watch
 
 log = logging.getLogger("dcpjax.server")
 
@@ -33,7 +34,14 @@ class Model(Protocol):
     def engine(self) -> EngineCore: ...
 
     def add(
-        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str | None = None, choice: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        choice: int = 0,
+        cache_salt: str | None = None,
+        no_store: bool = False,
     ) -> Request: ...
 
 
@@ -47,22 +55,35 @@ class Observer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One choice of one prompt."""
+    """One choice of one prompt. cache_salt, no_store: see `EngineCore.add`."""
 
     prompt: list[int]
     params: SamplingParams
     choice: int = 0
+    cache_salt: str | None = None
+    no_store: bool = False
+
+
+class Prediction(NamedTuple):
+    """Drafts of a job so far: those that are in its text, and those verified in vain."""
+
+    accepted: int = 0
+    rejected: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What is new of job `index`. `finish_reason` is set in the last update of a job, and only there."""
+    """What is new of job `index`; `cached_tokens` and `prediction` are of the whole job so far.
+
+    `finish_reason` is set in the last update of a job, and only there.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     cached_tokens: int
+    prediction: Prediction
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -152,16 +173,18 @@ class EngineThread:
     on_death: called in the event loop when the engine fails; all tickets have been failed then.
     """
 
-    def __init__(self, model: Model, observer: Observer, on_death: Callable[[], None]):
+    def __init__(self, model: Model, observer: Observer, watch: Watch, on_death: Callable[[], None]):
         self.loop = asyncio.get_running_loop()
         self.dead = False
         self._model = model
         self._observer = observer
+        self._watch = watch
         self._on_death = on_death
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._live: dict[str, _Live] = {}
+        self._resets: set[asyncio.Future[bool]] = set()  # of the event loop
         self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()  # of the event loop
         self._last_step = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -201,6 +224,25 @@ class EngineThread:
         """Ends every job with a last update, reason "abort"."""
         self._call(lambda: self._publish(self._model.engine.abort_all()))
 
+    async def reset_prefix_cache(self, running: bool) -> bool:
+        """Forgets what the prefix cache holds; False, and nothing is changed, while requests use it.
+
+        running: they go back to the queue first. Raises `ApiError` if the engine is dead, or dies of it.
+        """
+        if self.dead:
+            raise _death()
+        done: asyncio.Future[bool] = self.loop.create_future()
+        self._resets.add(done)
+
+        def reset() -> None:
+            self._soon(_settle, done, self._model.engine.reset_prefix_cache(running))
+
+        self._call(reset)
+        try:
+            return await done
+        finally:
+            self._resets.discard(done)
+
     def _call(self, command: Callable[[], None]) -> None:
         with self._wake:
             self._commands.append(command)
@@ -219,7 +261,7 @@ class EngineThread:
                 for command in commands:
                     command()
                 if engine.has_work:
-                    self._publish(engine.step())
+                    self._watch.step(lambda: self._publish(engine.step()))
                 self._last_step = time.monotonic()
         except Exception:
             log.exception("the engine failed; the server ends")
@@ -229,7 +271,9 @@ class EngineThread:
         added: list[_Live] = []
         try:
             for index, job in enumerate(jobs):
-                request = self._model.add(job.prompt, job.params, choice=job.choice)
+                request = self._model.add(
+                    job.prompt, job.params, choice=job.choice, cache_salt=job.cache_salt, no_store=job.no_store
+                )
                 added.append(_Live(request, ticket, index))
         except Exception as error:  # noqa: BLE001 - one odd request must not end the others
             for live in added:
@@ -275,6 +319,7 @@ class EngineThread:
             token_ids=delta.token_ids,
             logprobs=logprobs,
             cached_tokens=request.cached_tokens or 0,
+            prediction=Prediction(request.accepted_drafts, request.verified_drafts - request.accepted_drafts),
             finish_reason=request.finish_reason if delta.finished else None,
             stop_reason=request.stop_reason if delta.finished else None,
         )
@@ -286,6 +331,9 @@ class EngineThread:
         def tell() -> None:
             for ticket in tuple(self._tickets):
                 ticket.fail(_death())
+            for reset in self._resets:
+                if not reset.done():
+                    reset.set_exception(_death())
             self._on_death()
 
         self._soon(tell)
@@ -300,6 +348,11 @@ class EngineThread:
 def _deliver(updates: Sequence[tuple[Ticket, Update]]) -> None:
     for ticket, update in updates:
         ticket.deliver(update)
+
+
+def _settle(future: asyncio.Future[bool], value: bool) -> None:
+    if not future.done():  # else the client has gone
+        future.set_result(value)
 
 
 def _death() -> ApiError:

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from dcpjax.engine import EngineStats
+from dcpjax.host.hits import HitCounts
 from dcpjax.host.request import Request
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -54,7 +55,6 @@ class Metrics:
             self._between.observe(since_last)
             return
         times = request.metrics
-        self._sums.cached_tokens += request.cached_tokens or 0
         self._first_token.observe(times.first_token - times.arrival)
         self._queue.observe(times.first_scheduled - times.arrival)
         self._prefill.observe(times.first_token - times.first_scheduled)
@@ -86,7 +86,6 @@ class _Sums(Collector):
 
     def __init__(self, labels: dict[str, str], stats: Callable[[], EngineStats]):
         self.finished = dict.fromkeys(_REASONS, 0)
-        self.cached_tokens = 0
         self._labels = labels
         self._stats = stats
 
@@ -95,13 +94,16 @@ class _Sums(Collector):
         yield self._gauge("num_requests_running", "Requests in the batch.", stats.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.waiting)
         yield self._gauge("kv_cache_usage_perc", "Used pages over all, 0 to 1.", stats.page_usage)
-        # No prefix cache is asked yet: nothing is looked up, so nothing hits.
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", 0)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found there.", 0)
+        prefix = stats.prefix.counts
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", prefix.queries)
+        yield self._counter("prefix_cache_hits", "Prompt tokens found there.", prefix.hits)
         yield self._counter("prompt_tokens", "Prompt tokens of requests that were scheduled.", stats.prompt_tokens)
-        yield self._counter("prompt_tokens_cached", "Those of them that were not computed.", self.cached_tokens)
+        yield self._counter("prompt_tokens_cached", "Those of them that were not computed.", prefix.hits)
         yield self._counter("generation_tokens", "Generated tokens.", stats.generated_tokens)
         yield self._counter("num_preemptions", "Requests sent back to the queue.", stats.preemptions)
+        yield from self._prefix_losses(prefix)
+        if stats.accepted_per_position:
+            yield from self._drafts(stats)
         success = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=[*self._labels, "finished_reason"]
         )
@@ -109,13 +111,36 @@ class _Sums(Collector):
             success.add_metric([*self._labels.values(), reason], count)
         yield success
 
+    def _prefix_losses(self, prefix: HitCounts) -> Iterator[Metric]:
+        """What was in the cache, and why it was not all used."""
+        for name, words, value in (
+            ("lost_last", "matched, but computed: the last prompt token always is", prefix.lost_last),
+            ("lost_rounding", "in a cached page that differs further on", prefix.lost_rounding),
+            ("shareable", "hits and both kinds of loss", prefix.shareable),
+        ):
+            yield self._counter(f"prefix_cache_{name}", f"Prompt tokens {words}.", value, prefix="dcpjax")
+
+    def _drafts(self, stats: EngineStats) -> Iterator[Metric]:
+        """Mean acceptance length is 1 + accepted / drafts."""
+        yield self._counter("spec_decode_num_drafts", "Decode rows that verified drafts.", stats.num_drafts)
+        yield self._counter("spec_decode_num_draft_tokens", "Drafts verified.", stats.draft_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Drafts accepted.", stats.accepted_tokens)
+        places = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted, by place.",
+            labels=[*self._labels, "position"],
+        )
+        for place, accepted in enumerate(stats.accepted_per_position):
+            places.add_metric([*self._labels.values(), str(place)], accepted)
+        yield places
+
     def _gauge(self, name: str, words: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"vllm:{name}", words, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 
-    def _counter(self, name: str, words: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", words, labels=list(self._labels))
+    def _counter(self, name: str, words: str, value: float, prefix: str = "vllm") -> Metric:
+        family = CounterMetricFamily(f"{prefix}:{name}", words, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 

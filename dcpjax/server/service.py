@@ -11,6 +11,7 @@ import dcpjax
 from dcpjax.server.engine_thread import EngineThread
 from dcpjax.server.errors import ApiError, unavailable
 from dcpjax.server.metrics import Metrics
+from dcpjax.server.watch import Watch
 from dcpjax.text import Tokenizer
 
 if TYPE_CHECKING:  # it imports JAX: the server works with whatever has its attributes
@@ -31,7 +32,7 @@ class Phase(enum.Enum):
 class ServerOptions:
     """sampling_defaults: values for fields that a request leaves out. max_logprobs: −1 is no limit. retry_after:
     seconds that clients are told to wait while the server drains. parallelism: devices and dcp size. fingerprint: what
-    of the configuration can change an answer, as text.
+    of the configuration can change an answer, as text. pin: the acceptance length that is forced, see `Speculation`.
     """
 
     served_names: tuple[str, ...] = ()
@@ -44,6 +45,7 @@ class ServerOptions:
     retry_after: int = 30
     parallelism: tuple[int, int] = (1, 1)
     fingerprint: str = ""
+    pin: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +113,10 @@ class Service:
         options = self.options
         names = options.served_names or (llm.name,)
         metrics = Metrics(names[0], llm.max_model_len, lambda: llm.engine.stats)
-        thread = EngineThread(llm, metrics, died)
+        watch = Watch(lambda: llm.engine.stats, pin=options.pin)
+        thread = EngineThread(llm, metrics, watch, died)
         defaults = llm.generation_defaults if options.sampling_defaults is None else options.sampling_defaults
+        pinned = "" if options.pin is None else "-pinned"
         digest = hashlib.sha256(f"{llm.name} {options.fingerprint}".encode()).hexdigest()[:8]
         self._served = Served(
             llm=llm,
@@ -121,7 +125,9 @@ class Service:
             names=names,
             sampling_defaults={**defaults, **options.sampling_overrides},
             created=int(time.time()),
-            system_fingerprint="dcpjax-{}-tp{}-dcp{}-{}".format(dcpjax.__version__, *options.parallelism, digest),
+            system_fingerprint="dcpjax-{}-tp{}-dcp{}-{}{}".format(
+                dcpjax.__version__, *options.parallelism, digest, pinned
+            ),
         )
         thread.start()
         self.phase = Phase.READY

@@ -1,9 +1,11 @@
 """From a request body to `SamplingParams`: defaults, limits, and what is refused rather than ignored."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from dcpjax.host.request import SamplingParams
+from dcpjax.server.engine_thread import Job, Prediction
 from dcpjax.server.errors import ApiError
 from dcpjax.server.protocol import SamplingBody
 from dcpjax.server.service import Served
@@ -90,6 +92,14 @@ def sampling_params(
     )
 
 
+def jobs(prompt: list[int], params: SamplingParams, body: SamplingBody) -> list[Job]:
+    """One for each choice."""
+    return [
+        Job(prompt, params, choice, cache_salt=body.cache_salt, no_store=bool(body.no_store))
+        for choice in range(params.n)
+    ]
+
+
 def check_logprobs(wanted: int, most: int, param: str) -> None:
     """Raises `ApiError` if more logprobs are wanted than the server gives; −1 is the whole vocabulary."""
     if most != -1 and not 0 <= wanted <= most:
@@ -124,7 +134,14 @@ def default_max_tokens(served: Served) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> dict[str, Any]:
+def usage(
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int,
+    predictions: Iterable[Prediction],
+    reasoning_tokens: int = 0,
+) -> dict[str, Any]:
+    predictions = tuple(predictions)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -132,8 +149,8 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reason
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "completion_tokens_details": {
             "reasoning_tokens": reasoning_tokens,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": sum(prediction.accepted for prediction in predictions),
+            "rejected_prediction_tokens": sum(prediction.rejected for prediction in predictions),
         },
     }
 

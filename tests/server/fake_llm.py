@@ -67,16 +67,26 @@ class _Pending:
 
 class Reciter:
     """`script(request)`: the ids to answer, an end-of-text id follows them. Each step takes `delay` seconds and
-    brings a decode row 1 + `num_drafts` tokens."""
+    brings a decode row 1 + `num_accepted` tokens (default: all of the `num_drafts`)."""
 
     max_num_seqs = 8
     max_num_batched_tokens = 64
     page_tokens = 16
 
-    def __init__(self, script: Callable[[Request], list[int]], eos: int, *, num_pages=256, num_drafts=0, delay=0.0):
+    def __init__(
+        self,
+        script: Callable[[Request], list[int]],
+        eos: int,
+        *,
+        num_pages=256,
+        num_drafts=0,
+        num_accepted=None,
+        delay=0.0,
+    ):
         self.num_pages = num_pages
         self.max_model_len = 256
         self.num_drafts = num_drafts
+        self._width = 1 + (num_drafts if num_accepted is None else num_accepted)
         self._script = script
         self._eos = eos
         self._delay = delay
@@ -87,14 +97,13 @@ class Reciter:
             raise RequestError("stop_token_ids: too many for a row")
 
     def dispatch(self, plan: StepPlan) -> _Pending:
-        width = self.num_drafts + 1
-        tokens = np.full((len(plan.rows), width), -1, np.int32)
+        tokens = np.full((len(plan.rows), self.num_drafts + 1), -1, np.int32)
         accepted = np.zeros(len(plan.rows), np.int32)
         for i, row in enumerate(plan.rows):
             if row.new:
                 self._rows[row.request.id] = _Row(self._script(row.request), len(row.request.output))
             if row.emit:
-                new = [self._next(row.request) for _ in range(1 if row.tokens is not None else width)]
+                new = [self._next(row.request) for _ in range(1 if row.tokens is not None else self._width)]
                 new = [token for token in new if token is not None]
                 tokens[i, : len(new)], accepted[i] = new, len(new)
         return _Pending(StepResult(tokens, accepted, _logprobs(tokens)), self._delay)
@@ -123,11 +132,12 @@ class FakeConfig:
 
 
 class FakeLLM:
-    """What the server uses of an `LLM`. Prompts may hold DIE (the engine fails) or SLOW (it never ends by itself)."""
+    """What the server uses of an `LLM`; `reciter`: arguments of `Reciter`. Prompts may hold DIE (the engine fails) or
+    SLOW (it never ends by itself)."""
 
     name = "fake"
 
-    def __init__(self, *, num_pages=256, num_drafts=0, delay=0.0, load_seconds=0.0, broken=False, no_tokenizer=False):
+    def __init__(self, *, load_seconds=0.0, broken=False, no_tokenizer=False, prefix_caching=True, **reciter):
         time.sleep(load_seconds)
         if broken:
             raise ConfigError("this model is broken; take another")
@@ -149,12 +159,13 @@ class FakeLLM:
             return words.encode(text.format(choice=request.choice))
 
         eos = words.token_id("<|user|>")
-        runner = Reciter(script, eos, num_pages=num_pages, num_drafts=num_drafts, delay=delay)
+        runner = Reciter(script, eos, **reciter)
         self.max_model_len = runner.max_model_len
-        self.engine = EngineCore(runner, eos_token_ids=[eos])
+        self.engine = EngineCore(runner, eos_token_ids=[eos], prefix_caching=prefix_caching)
 
-    def add(self, prompt, params, *, request_id=None, choice=0) -> Request:
+    def add(self, prompt, params, *, request_id=None, choice=0, cache_salt=None, no_store=False) -> Request:
         text = None if self.tokenizer is None else TextStream(self.tokenizer, params, prompt[-4:])
         if text is None and params.stop:
             raise RequestError("stop: no tokenizer")
-        return self.engine.add(prompt, params, request_id=request_id, choice=choice, text=text)
+        cache = {"cache_salt": cache_salt, "no_store": no_store}
+        return self.engine.add(prompt, params, request_id=request_id, choice=choice, text=text, **cache)

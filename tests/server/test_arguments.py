@@ -87,11 +87,23 @@ def test_dotted_json_is_laid_over_the_whole():
         (["--data-parallel-size", "2"], "use 1"),
         (["--num-gpu-blocks-override", "1"], "at least 2"),
         (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "at least --max-num-seqs 9"),
+        (
+            ["--max-num-seqs=9", "--max-num-batched-tokens=35", "--speculative-config.num_speculative_tokens=3"],
+            "at least --max-num-seqs 9 × (1 + 3 drafts)",
+        ),
         (["--max-num-seqs", "0"], "at least 1"),
         (["--max-model-len", "lots"], "not a length"),
         (["--speculative-config", "{"], "not valid JSON"),
         (["--speculative-config", "[1]"], "not a JSON object"),
-        (["--speculative-config", '{"num_drafts": 1}'], "unknown keys ['num_drafts']"),
+        (["--speculative-config", '{"num_drafts": 1}'], "--speculative-config: unknown keys ['num_drafts']"),
+        (["--speculative-config.method", "eagle"], "--speculative-config: method 'eagle' is not known; use 'mtp'"),
+        (["--speculative-config.num_speculative_tokens", "17"], "must be a whole number, 0 to 16, got 17"),
+        (["--speculative-config.num_speculative_tokens", "-1"], "must be a whole number, 0 to 16, got -1"),
+        (["--speculative-config.num_speculative_tokens", "two"], "must be a whole number, 0 to 16, got 'two'"),
+        (["--speculative-config.draft_kv", "both"], "draft_kv must be one of sharded, replicated; got 'both'"),
+        (["--speculative-config.acceptance", "maybe"], "acceptance must be 'coupled' or 'rejection', got 'maybe'"),
+        (["--speculative-config.pin", "3"], "pin is a mean acceptance length, 1 to 2 with 1 drafts, got 3"),
+        (["--speculative-config.adaptive", "1"], "adaptive must be true or false, got 1"),
         (["--speculative-config.method"], "needs a value"),
         (["--port", "70000"], "between 0 and 65535"),
         (["--max-logprobs", "-2"], "at least -1"),
@@ -114,6 +126,21 @@ def test_flags_without_meaning_are_accepted_with_a_warning_each():
     ]  # fmt: skip
     old = parse(["--dcp-kv-cache-interleave-size", "8"])
     assert old.llm["cp_kv_cache_interleave_size"] == 8 and "deprecated" in old.warnings[0]
+
+
+def test_what_an_llm_is_told_of_cache_and_drafts():
+    assert parse(["--no-enable-prefix-caching"]).llm["enable_prefix_caching"] is False
+    config = {"method": "mtp", "num_speculative_tokens": 16, "draft_kv": "replicated", "acceptance": "rejection"}
+    config |= {"pin": None, "adaptive": True}
+    settings = parse(["--speculative-config", json.dumps(config)])
+    assert settings.llm["speculative_config"] == config and not settings.warnings and settings.options.pin is None
+    assert parse(["--speculative-config", '{"num_speculative_tokens": 0}']).llm["speculative_config"] is not None
+
+
+def test_a_pin_is_marked():
+    """In the log, and in the fingerprint of every answer (see test_prefix.py)."""
+    pinned = parse(["--speculative-config", '{"num_speculative_tokens": 5, "pin": 3.7}'])
+    assert pinned.options.pin == 3.7 and "forced to 3.7, for benchmarks only" in pinned.warnings[0]
 
 
 def test_templates_and_generation_files(tmp_path):
@@ -142,3 +169,16 @@ def test_the_environment_is_the_second_choice(monkeypatch):
     assert run(*mtp, VLLM_DCP_SHARD_DRAFT="0") == ((), "replicated")
     assert run(*mtp, VLLM_DCP_SHARD_DRAFT="1") == ((), "sharded")
     assert run(*mtp, "--speculative-config.draft_kv", "sharded", VLLM_DCP_SHARD_DRAFT="0") == ((), "sharded")
+
+
+def test_debug_comes_from_the_line_or_the_environment(monkeypatch):
+    seen = []
+    monkeypatch.setattr(serve, "serve", lambda service, load, *rest: seen.append(load()) or 0)
+
+    def run(*argv: str, **environment: str) -> bool:
+        assert serve.main(argv, make_llm=lambda arguments: arguments, environment=environment) == 0
+        return seen.pop()["dcp_debug"]
+
+    assert run() is run(VLLM_DCP_DEBUG="0") is run(VLLM_DCP_DEBUG="") is False
+    assert run("--dcp-debug") is run(VLLM_DCP_DEBUG="1") is run("--dcp-debug", VLLM_DCP_DEBUG="0") is True
+    assert run("--no-dcp-debug", VLLM_DCP_DEBUG="1") is False
