@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from dcpjax.attention import Selection
 from dcpjax.batch import ForwardBatch, RowState
@@ -99,7 +100,7 @@ def _pinnable(pin: float, k: int) -> bool:
     return number and math.isfinite(pin) and 1 <= pin <= k + 1
 
 
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class Rows:
     """One step's rows on the device, `[B]` each but for the nested ones.
 
