@@ -130,9 +130,10 @@ def test_the_command(trace, tmp_path):
     assert small.returncode == 1 and small.stderr.startswith("error: a prompt needs")
 
 
-def test_speed_has_both_arms():
+def test_speed_has_both_arms(monkeypatch):
+    monkeypatch.setattr(cache_speed, "ROUND_SECONDS", 1e-4)
     rows = cache_speed.measure([16, 8], prompts=2, tokens=64, rounds=5)
-    parts = ["hit path", "look-up", "turnover", "take, free", "hashing"]
+    parts = ["hit path", "look-up", "turnover", "take, free", "hashing", "admission"]
     assert [(row["page_tokens"], row["part"]) for row in rows] == [(size, part) for size in (16, 8) for part in parts]
     for row in rows:
         low, high = row["quartiles"]
