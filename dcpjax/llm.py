@@ -62,13 +62,13 @@ class LLM:
     size (default). block_size: tokens of a logical page, the same at every dcp. num_blocks: pages, block 0 included
     (default: what memory holds). max_model_len: default the smaller of the model's positions and the pool.
     max_num_seqs: requests at a time (16 on CPU, else 128). max_num_batched_tokens: tokens of a step (512 on CPU, else
-    2048). dtype: "auto" is float32 on CPU, else bfloat16. kv_cache_dtype: "auto" is the same. enable_prefix_caching: no
-    effect yet, prefixes are computed anew. speculative_config: None, or {"method": "mtp", "num_speculative_tokens": k
-    (1), "draft_kv": "sharded" or "replicated", "acceptance": "coupled" (the text is the one without drafts) or
-    "rejection" (the same distribution), "pin": None or a mean acceptance length to force in benchmarks, "adaptive":
-    whether steps may use fewer drafts (False)}. dcp_debug: a
-    line a layer from every device on standard error. overlap: dispatch a step before reading the last one. seed: of requests
-    without one. hf_overrides: laid over config.json.
+    2048). dtype: "auto" is float32 on CPU, else bfloat16. kv_cache_dtype: "auto" is the same. enable_prefix_caching:
+    whether whole pages of tokens that were computed before are reused. speculative_config: None, or {"method": "mtp",
+    "num_speculative_tokens": k (1), "draft_kv": "sharded" or "replicated", "acceptance": "coupled" (the text is the one
+    without drafts) or "rejection" (the same distribution), "pin": None or a mean acceptance length to force in
+    benchmarks, "adaptive": whether steps may use fewer drafts (False)}. dcp_debug: a line a layer from every device on
+    standard error. overlap: dispatch a step before reading the last one. seed: of requests without one. hf_overrides:
+    laid over config.json.
     Raises `ConfigError` or `CheckpointError`.
     """
 
@@ -128,7 +128,14 @@ class LLM:
         build.start_devices(tensor_parallel_size, decode_context_parallel_size)
         build.keep_compiled_programs()
         self.runner = build.build_runner(folder, config, hf_overrides)
-        self.engine = EngineCore(self.runner, eos_token_ids=self.config.eos_token_ids, overlap=overlap, seed=seed)
+        self.engine = EngineCore(
+            self.runner,
+            eos_token_ids=self.config.eos_token_ids,
+            overlap=overlap,
+            seed=seed,
+            prefix_caching=enable_prefix_caching,
+            model=self.name,
+        )
         self._tracer = Tracer(self.runner)
 
     @property
@@ -145,13 +152,17 @@ class LLM:
         return self.runner.params
 
     def set_params(self, params: Params) -> None:
-        """Replaces the weights. Raises `ConfigError` unless shapes and dtypes are those of `params`."""
+        """Replaces the weights; what the old ones computed is forgotten, and running requests start again.
+
+        Raises `ConfigError` unless shapes and dtypes are those of `params`.
+        """
 
         def form(tree):
             return jax.tree.map(lambda x: (x.shape, x.dtype.name), tree)
 
         if form(params) != form(self.runner.params):
             raise ConfigError("set_params needs the tree, shapes and dtypes of LLM.params; change leaves by .replace")
+        self.engine.reset_prefix_cache(running=True)
         self.runner.params = jax.tree.map(
             lambda new, old: jax.device_put(new, old.sharding), params, self.runner.params
         )

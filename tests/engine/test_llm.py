@@ -327,6 +327,21 @@ def test_set_params(llm):
     assert one(llm).token_ids == text
 
 
+def test_new_weights_reuse_nothing_of_the_old_ones(llm):
+    def cached() -> int:
+        return llm.generate(PROMPT, GREEDY)[0].num_cached_tokens
+
+    cached()
+    assert [cached(), cached()] == [8, 8]
+    llm.set_params(llm.params)
+    assert [cached(), cached()] == [0, 8]
+
+
+def test_prefix_caching_can_be_off(folder):
+    llm = LLM(folder, **ENGINE, enable_prefix_caching=False)
+    assert [llm.generate(PROMPT, GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 0]
+
+
 def test_hf_overrides(folder):
     """They are laid over config.json, and what the weights do not fit is said."""
     llm = LLM(folder, **ENGINE, hf_overrides={"eos_token_id": 5, "rope_theta": 500.0, "routed_scaling_factor": 2.0})
