@@ -111,14 +111,15 @@ class PagePool:
 
     def _release(self, pages: Sequence[int]) -> None:
         # Last page first: of one request the tail is reused before the head, which more prompts have in common.
+        refs, free, cached = self._refs, self._free, self._cached
         for page in reversed(pages):
-            if not 0 < page < self.num_pages or self._refs[page] == 0:
+            if not 0 < page < self.num_pages or (held := refs[page]) == 0:
                 raise ValueError(f"page {page} is given back by somebody who does not hold it")
-            self._refs[page] -= 1
-            if self._refs[page] == 0:
-                self._free[page] = None
-                if self._cached[page] is None:
-                    self._free.move_to_end(page, last=False)
+            refs[page] = held - 1
+            if held == 1:
+                free[page] = None
+                if cached[page] is None:
+                    free.move_to_end(page, last=False)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Asserts that pages are conserved, given the page lists of all live requests. O(pages)."""
