@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from dcpjax.errors import ConfigError
 from dcpjax.host.groups import CacheGroups, Group
+from dcpjax.host.pages import PagePool
+from dcpjax.host.prefix import PrefixCache
 
 
 class Store:
@@ -200,6 +202,22 @@ def test_br_15_only_flagged_groups_drop():
     # The draft's rows are kept outside: flagged, and of no account.
     draft = Group("draft", 192, sharded=False, drops=True, cached=False)
     assert twice(CacheGroups((Group("target", 192), draft), dcp=8), 13_825) == 13_824
+
+
+def test_it_sits_on_the_prefix_cache():
+    """Asked by key, the engine's own index answers; it could give all whole pages, others keep one back, or two."""
+    cache = PrefixCache(num_pages=9, page_tokens=16)
+    pool = PagePool(9, cache)
+    keys = cache.scheme.start()
+    keys.extend(range(96))
+    pages = pool.take(6)
+    cache.publish(keys, pages, 0, 6)
+    assert len(cache.lookup(keys)) == 6
+    for drops, hit in ((False, 80), (True, 64)):
+        assert one(16, drops=drops).lookup(keys.keys, 96, lambda name, key: key in cache).length == hit
+    pool.retire(pages, 0)
+    pool.take(5)  # two pages were free; of the prompt the last three go
+    assert one(16).lookup(keys.keys, 96, lambda name, key: key in cache).length == 48
 
 
 # Several groups
