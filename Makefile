@@ -1,7 +1,8 @@
 # Everything needs only make, git and some Python from 3.12 on; the environment lies in .venv and nothing is installed elsewhere.
 #
 #   make setup          the environment (the other targets do it too)
-#   make serve          the server with the tiny model, decode context parallel size 4; ARGS='--port 8001 …' adds flags
+#   make serve          the server with the tiny model, decode context parallel size 4, 3 drafts a step; ARGS='--port 8001 …'
+#                       adds flags
 #   make test           lint and the tests; PYTEST_ARGS='-k word' adds arguments
 #   make test-matrix    full products of settings (long)
 #   make lint           formatting and lint alone
@@ -29,7 +30,8 @@ setup:
 	@$(settings) sh scripts/setup.sh make '$(or $(shell $(settings) sh scripts/setup.sh find),$(error $(no_python)))'
 
 serve: setup
-	$(python) -m dcpjax.serve --decode-context-parallel-size 4 $(ARGS)
+	$(python) -m dcpjax.serve --decode-context-parallel-size 4 \
+	  --speculative-config '{"method":"mtp","num_speculative_tokens":3}' $(ARGS)
 
 lint: setup
 	$(python) -m ruff check .

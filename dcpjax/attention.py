@@ -185,11 +185,10 @@ def _report(layer, pool, q, rows, count, lse):
 def _print_report(num_layers, shards, shapes, layer, tp, dcp, count, lse):
     finite = np.asarray(lse)[np.isfinite(lse)]
     span = f"{finite.min():.4g}…{finite.max():.4g}" if finite.size else "none"
-    print(
+    # In one piece: the devices write at the same time.
+    sys.stderr.write(
         f"attention: layer {int(layer)} of {num_layers}, tp {int(tp)}, dcp {int(dcp)}, {shards} shards: "
-        f"{int(np.sum(count))} selected rows here, at most {int(np.max(count))} a token; LSE {span}; {shapes}",
-        file=sys.stderr,
-        flush=True,
+        f"{int(np.sum(count))} selected rows here, at most {int(np.max(count))} a token; LSE {span}; {shapes}\n"
     )
 
 

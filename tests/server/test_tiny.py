@@ -111,6 +111,26 @@ def test_a_look_up_in_two_thousand_tokens_is_right(client, server, seed):
     assert code in answer.choices[0].message.content, (name, code, answer.choices[0].message.content)
 
 
+def test_drafts_and_the_prefix_cache_are_at_work(client, server):
+    """The second time all whole pages of 64 tokens are reused, the text is the same, and so is what drafts bring."""
+    table = tables.table(random.Random(9), 12, digits=4)
+    wish = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": f"{table.text}\n\nWhat is the code of {table.entries[3][0]}?"}],
+        "temperature": 0,
+        "max_completion_tokens": 48,
+    }
+    cold, warm = (client.chat.completions.create(**wish) for _ in range(2))
+    length = cold.usage.prompt_tokens
+    assert cold.usage.prompt_tokens_details.cached_tokens == 0
+    assert warm.usage.prompt_tokens_details.cached_tokens == min(length // 64 * 64, length - 1) > 0
+    assert warm.choices == cold.choices
+    details = cold.usage.completion_tokens_details
+    assert details == warm.usage.completion_tokens_details and details.accepted_prediction_tokens > 0
+    assert httpx.post(f"{server.url}/reset_prefix_cache").status_code == 200
+    assert client.chat.completions.create(**wish).usage.prompt_tokens_details.cached_tokens == 0
+
+
 def test_an_interrupt_ends_it_well(server):
     server.stop()
     assert any("shut" in line.lower() or "drain" in line.lower() for line in server.lines), server.lines[-5:]
