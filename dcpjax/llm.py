@@ -202,15 +202,8 @@ class LLM:
             text = TextStream(self.tokenizer, params, prompt[-4:])
         elif params.stop:
             raise RequestError("stop: this model has no tokenizer, so stop strings cannot be found; use stop_token_ids")
-        return self.engine.add(
-            prompt,
-            params,
-            request_id=request_id,
-            choice=choice,
-            text=text,
-            cache_salt=cache_salt,
-            no_store=no_store,
-        )
+        cache = {"cache_salt": cache_salt, "no_store": no_store}
+        return self.engine.add(prompt, params, request_id=request_id, choice=choice, text=text, **cache)
 
     def generate(
         self,
