@@ -18,6 +18,7 @@ from dcpjax.host.keys import Hash, sha256
 from dcpjax.host.plan import StepPlan, StepResult
 from dcpjax.host.prefix import PrefixCache
 from dcpjax.host.request import FinishReason, Request, SamplingParams, Text, Times, TokenLogprobs
+from dcpjax.host.speculation import Acceptance, AdaptiveDrafts, acceptance
 from dcpjax.scheduler import Scheduler
 
 
@@ -63,9 +64,8 @@ class EngineStats:
 
     running, waiting: requests now. page_usage: used pages over all, 0…1. steps: dispatched. step_prompt_tokens,
     step_decode_tokens: query tokens of the newest step, drafts included. preemptions, prompt_tokens (once per request,
-    when its first chunk is scheduled), generated_tokens: sums. finished: requests by reason. num_drafts: decode rows
-    that verified drafts; draft_tokens and accepted_tokens: drafts verified and accepted in them; verified_per_position,
-    accepted_per_position: the same by place, `[k]`. prefix: what the prefix cache saved.
+    when its first chunk is scheduled), generated_tokens: sums. finished: requests by reason. acceptance: drafts of all
+    decode rows. prefix: what the prefix cache saved.
     """
 
     running: int
@@ -78,11 +78,7 @@ class EngineStats:
     prompt_tokens: int
     generated_tokens: int
     finished: dict[FinishReason, int]
-    num_drafts: int
-    draft_tokens: int
-    accepted_tokens: int
-    verified_per_position: tuple[int, ...]
-    accepted_per_position: tuple[int, ...]
+    acceptance: Acceptance
     prefix: PrefixStats
 
 
@@ -93,7 +89,7 @@ class EngineCore:
     reads. seed: what the seeds of requests without one are drawn from. clock: seconds, for `Request.metrics`.
     prefix_caching: whether requests share pages of equal tokens. model, key_seed, hash: what page keys depend on, see
     `KeyScheme`. kv_events: whether `drain_events` has something to tell; then it must be called now and then.
-    choose_drafts: see `Scheduler`.
+    drafts: chooses how many drafts a step has, and is told what became of them; None: always the most.
     """
 
     def __init__(
@@ -109,7 +105,7 @@ class EngineCore:
         key_seed: str = "",
         hash: Hash = sha256,
         kv_events: bool = False,
-        choose_drafts: Callable[[int], int] | None = None,
+        drafts: AdaptiveDrafts | None = None,
     ):
         self._events = EventLog()
         prefix = PrefixCache(
@@ -127,7 +123,7 @@ class EngineCore:
             max_num_seqs=runner.max_num_seqs,
             max_num_batched_tokens=runner.max_num_batched_tokens,
             num_drafts=runner.num_drafts,
-            choose_drafts=choose_drafts,
+            choose_drafts=None if drafts is None else drafts.choose,
             prefix=prefix if prefix_caching else None,
         )
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -144,8 +140,8 @@ class EngineCore:
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0}
-        self._verified = [0] * runner.num_drafts  # drafts by place
-        self._accepted = [0] * (runner.num_drafts + 1)  # decode rows that had drafts, by number of them accepted
+        self._drafts = drafts
+        self._acceptance = acceptance(runner.num_drafts, 0, ())
 
     def add(
         self,
@@ -263,11 +259,7 @@ class EngineCore:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             finished=dict(self._finished),
-            num_drafts=sum(self._accepted),
-            draft_tokens=sum(self._verified),
-            accepted_tokens=sum(count * rows for count, rows in enumerate(self._accepted)),
-            verified_per_position=tuple(self._verified),
-            accepted_per_position=tuple(sum(self._accepted[place + 1 :]) for place in range(self._runner.num_drafts)),
+            acceptance=self._acceptance,
             prefix=PrefixStats(
                 counts=hits.counts,
                 preempted=hits.preempted,
@@ -310,6 +302,7 @@ class EngineCore:
         self.scheduler.settle(plan.epoch)
         now = self._clock()
         deltas = []
+        kept = []  # drafts accepted, by decode row
         for i, row in enumerate(plan.rows):
             accepted = int(result.accepted[i])
             self.scheduler.absorb(row, accepted)
@@ -318,10 +311,8 @@ class EngineCore:
                 continue
             if accepted < 1:
                 raise RuntimeError(f"step {plan.epoch} brought no token to {request.id}, which is not finished")
-            if row.tokens is None and plan.num_drafts:
-                self._accepted[accepted - 1] += 1
-                for place in range(plan.num_drafts):
-                    self._verified[place] += 1
+            if row.tokens is None:
+                kept.append(accepted - 1)
             before = len(request.output)
             for j in range(accepted):
                 self._append(request, result, i, j)
@@ -334,6 +325,9 @@ class EngineCore:
             if request.metrics.first_token is None:
                 request.metrics.first_token = now
             deltas.append(Delta(request, request.output[before:], request.status == "finished"))
+        self._acceptance += acceptance(self._runner.num_drafts, plan.num_drafts, kept)
+        if self._drafts is not None and kept:
+            self._drafts.observe(plan.num_drafts, kept)
         return deltas
 
     def _append(self, request: Request, result: StepResult, i: int, j: int) -> None:

@@ -5,7 +5,6 @@ row brings beside them, 1 … k + 1. Everything here is a function of counts: no
 """
 
 import bisect
-import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -76,31 +75,10 @@ class Acceptance:
         return Acceptance(combine(self.verified, other.verified), combine(self.accepted, other.accepted))
 
 
-def count(most: int, num_drafts: int, accepted: Sequence[int]) -> Acceptance:
+def acceptance(most: int, num_drafts: int, accepted: Sequence[int]) -> Acceptance:
     """One step's counts, `[most]`: its decode rows verified `num_drafts` each and accepted 0 … `num_drafts`."""
     verified = tuple(len(accepted) if place < num_drafts else 0 for place in range(most))
     return Acceptance(verified, tuple(sum(n > place for n in accepted) for place in range(most)))
-
-
-class AcceptanceStats:
-    """Acceptance over all time, and over the newest `window` steps that had decode rows."""
-
-    def __init__(self, most: int, window: int = 1000):
-        self._most = most
-        self._window = window
-        self._steps: collections.deque[Acceptance] = collections.deque()
-        self.total = self.recent = Acceptance((0,) * most, (0,) * most)
-
-    def add(self, num_drafts: int, accepted: Sequence[int]) -> None:
-        """One step; `accepted`: drafts accepted in each of its decode rows."""
-        if not accepted:
-            return
-        step = count(self._most, num_drafts, accepted)
-        self._steps.append(step)
-        self.total += step
-        self.recent += step
-        if len(self._steps) > self._window:
-            self.recent -= self._steps.popleft()
 
 
 def fallen(window: Acceptance, earlier: Acceptance, margin: float = 1.0) -> list[str]:

@@ -102,7 +102,7 @@ class _Sums(Collector):
         yield self._counter("generation_tokens", "Generated tokens.", stats.generated_tokens)
         yield self._counter("num_preemptions", "Requests sent back to the queue.", stats.preemptions)
         yield from self._prefix_losses(prefix)
-        if stats.accepted_per_position:
+        if stats.acceptance.verified:
             yield from self._drafts(stats)
         success = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=[*self._labels, "finished_reason"]
@@ -122,15 +122,15 @@ class _Sums(Collector):
 
     def _drafts(self, stats: EngineStats) -> Iterator[Metric]:
         """Mean acceptance length is 1 + accepted / drafts."""
-        yield self._counter("spec_decode_num_drafts", "Decode rows that verified drafts.", stats.num_drafts)
-        yield self._counter("spec_decode_num_draft_tokens", "Drafts verified.", stats.draft_tokens)
-        yield self._counter("spec_decode_num_accepted_tokens", "Drafts accepted.", stats.accepted_tokens)
+        yield self._counter("spec_decode_num_drafts", "Decode rows that verified drafts.", stats.acceptance.num_rows)
+        yield self._counter("spec_decode_num_draft_tokens", "Drafts verified.", sum(stats.acceptance.verified))
+        yield self._counter("spec_decode_num_accepted_tokens", "Drafts accepted.", sum(stats.acceptance.accepted))
         places = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts accepted, by place.",
             labels=[*self._labels, "position"],
         )
-        for place, accepted in enumerate(stats.accepted_per_position):
+        for place, accepted in enumerate(stats.acceptance.accepted):
             places.add_metric([*self._labels.values(), str(place)], accepted)
         yield places
 

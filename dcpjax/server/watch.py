@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from dcpjax.engine import EngineStats
 from dcpjax.host.report import Moment, report
-from dcpjax.host.speculation import Acceptance, AcceptanceAlarm
+from dcpjax.host.speculation import AcceptanceAlarm
 
 log = logging.getLogger("dcpjax.server")
 
@@ -30,7 +30,7 @@ class Watch:
         self._clock = clock
         self._busy = 0.0
         self._last = self._moment()
-        most = len(stats().accepted_per_position)
+        most = len(stats().acceptance.verified)
         self._alarm = AcceptanceAlarm(most) if most else None
 
     def step(self, run: Callable[[], None]) -> None:
@@ -57,12 +57,5 @@ class Watch:
             waiting=stats.waiting,
             page_usage=stats.page_usage,
             hit_rate=stats.prefix.hit_rate if stats.prefix.counts.queries else None,
-            acceptance=acceptance_of(stats),
+            acceptance=stats.acceptance if stats.acceptance.verified else None,
         )
-
-
-def acceptance_of(stats: EngineStats) -> Acceptance | None:
-    """None if the engine makes no drafts."""
-    if not stats.accepted_per_position:
-        return None
-    return Acceptance(stats.verified_per_position, stats.accepted_per_position)

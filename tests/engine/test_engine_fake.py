@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dcpjax.engine import EngineCore
 from dcpjax.errors import RequestError
 from dcpjax.host.request import SamplingParams
+from dcpjax.host.speculation import Acceptance
 from tests.engine.fake_runner import EOS, VOCAB, FakeRunner, Replay, expected
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -28,7 +29,7 @@ class Arrival:
     no_store: bool = False
 
 
-def run(arrivals, *, mode="overlap", prefix_caching=True, choose_drafts=None, **options):
+def run(arrivals, *, mode="overlap", prefix_caching=True, drafts=None, **options):
     """Plays a trace to its end, checking every invariant after every step. Returns requests, runner and engine.
 
     mode: "overlap", "sync", or "mixed": now one, now the other.
@@ -39,7 +40,7 @@ def run(arrivals, *, mode="overlap", prefix_caching=True, choose_drafts=None, **
         eos_token_ids=[EOS],
         overlap=mode != "sync",
         prefix_caching=prefix_caching,
-        choose_drafts=choose_drafts,
+        drafts=drafts,
         kv_events=True,
     )
     replay = Replay()
@@ -453,16 +454,17 @@ def test_stats_and_times(k):
     engine.drain()
     assert (requests[0].metrics.first_scheduled, requests[0].metrics.first_token) == first[0]
     stats = engine.stats
+    counts = stats.acceptance
     assert (stats.generated_tokens, stats.finished["length"], stats.preemptions) == (18, 2, 0)
     assert (stats.running, stats.waiting, stats.page_usage) == (0, 0, 0)
     if k:
         # Each text: one token from its last chunk, the others from decode rows; the last row may be cut by the limit.
-        assert stats.num_drafts + stats.accepted_tokens == 18 - 2
-        assert stats.draft_tokens == k * stats.num_drafts
-        assert sum(stats.accepted_per_position) == stats.accepted_tokens > 0
-        assert list(stats.accepted_per_position) == sorted(stats.accepted_per_position, reverse=True)
+        assert counts.num_rows + sum(counts.accepted) == 18 - 2
+        assert set(counts.verified) == {counts.num_rows}
+        assert sum(counts.accepted) > 0
+        assert list(counts.accepted) == sorted(counts.accepted, reverse=True)
     else:
-        assert stats.num_drafts == stats.draft_tokens == stats.accepted_tokens == 0
+        assert counts == Acceptance((), ())
     for request in requests:
         times = request.metrics
         assert times.arrival < times.first_scheduled < times.first_token < times.finished

@@ -472,15 +472,26 @@ def test_inv_37_every_process_decides_the_same():
 # --- all of it at once --------------------------------------------------------------------------------------------
 
 
+class AnyNumber:
+    """Chooses any number of drafts."""
+
+    def __init__(self, rng: random.Random, most: int):
+        self._rng, self._most = rng, most
+
+    def choose(self, num_rows: int) -> int:
+        return self._rng.randint(0, self._most)
+
+    def observe(self, num_drafts: int, accepted: list[int]) -> None:
+        assert accepted and all(0 <= n <= num_drafts for n in accepted)
+
+
 @settings(max_examples=100)
 @given(st.integers(0, 2**32), sizes(), st.integers(0, 2**32))
 def test_any_mix_of_families_gives_each_prompt_its_text(seed, options, choices):
     """Hits, evictions, pre-emptions, aborts, salts, any number of drafts: read back by the runner at every step."""
     arrivals, rng = families(seed), random.Random(choices)
     for mode in ("overlap", "sync", "mixed"):
-        requests, _, engine = run(
-            arrivals, mode=mode, choose_drafts=lambda rows: rng.randrange(options["num_drafts"] + 1), **options
-        )
+        requests, _, engine = run(arrivals, mode=mode, drafts=AnyNumber(rng, options["num_drafts"]), **options)
         check_texts(arrivals, requests, options["max_model_len"])
         counts = engine.stats.prefix.counts
         assert counts.requests == sum(request.cached_tokens is not None for request in requests.values())

@@ -17,12 +17,13 @@ import pytest
 from dcpjax import LLM, SamplingParams
 from dcpjax.engine import EngineCore
 from dcpjax.host.request import Request
+from dcpjax.host.speculation import Acceptance
 from dcpjax.sampling import SamplingRows, log_weights, noise
 from tests.engine import small
 
 PAGE, LENGTH, SEQS, NEW = 16, 96, 2, 20
 CHUNKS = {"one": 64, "many": 12}
-NEAR = 1e-4  # the references choose with more room than this, so that no last bit decides
+NEAR = 1e-3  # every token of the references is chosen with more room than this, so that no last bit decides
 
 
 class Row(NamedTuple):
@@ -87,12 +88,12 @@ def text_of(prompt: tuple[int, ...], temperature: float) -> list[int]:
     rows = SamplingRows.neutral(1).replace(seed=jnp.array([11], jnp.uint32), temperature=jnp.full(1, temperature))
     tokens = list(prompt)
     for position in range(len(prompt), len(prompt) + NEW):
-        logits, margins = small.oracle(tokens)
+        logits, _ = small.oracle(tokens)
         scores = logits[-1].astype(np.float64)
         if temperature:
             scores = scores + np.asarray(noise(rows, jnp.array([position]), jnp.arange(small.VOCAB)))[0]
         second, first = np.sort(scores)[-2:]
-        assert min(first - second, margins.selection[-1], margins.experts[-1]) > NEAR, (len(prompt), position)
+        assert first - second > NEAR, (len(prompt), position)
         tokens.append(int(np.argmax(scores)))
     return tokens[len(prompt) :]
 
@@ -162,7 +163,7 @@ def play(engine: EngineCore, mode: str, temperature: float, *prompts: tuple[int,
 
 
 # Drafts verified and accepted per place by (k, chunk, mode, temperature): the same in every layout.
-ACCEPTED: dict[tuple, tuple] = {}
+ACCEPTED: dict[tuple, Acceptance] = {}
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlapped"])
@@ -185,7 +186,6 @@ def test_product(engines, chunk, temperature, mode):
     check(COLD, PARTIAL, WHOLE, SHORT)  # in company, warm but for the last
     assert cached == [0, 2 * PAGE, 2 * PAGE - 1, 3 * PAGE, 2 * PAGE, 2 * PAGE, 2 * PAGE - 1, 0]
 
-    stats, k = engine.stats, row.k
-    counts = (stats.num_drafts, stats.accepted_per_position)
+    counts, k = engine.stats.acceptance, row.k
     assert ACCEPTED.setdefault((k, chunk, mode, temperature), counts) == counts
-    assert k == 0 or (stats.accepted_tokens > 0 and stats.num_drafts + stats.accepted_tokens >= 8 * (NEW - 1))
+    assert k == 0 or (sum(counts.accepted) > 0 and counts.num_rows + sum(counts.accepted) >= 8 * (NEW - 1))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpjax.errors import ConfigError
-from dcpjax.host.speculation import Acceptance, AcceptanceAlarm, AcceptanceStats, AdaptiveDrafts, count
+from dcpjax.host.speculation import Acceptance, AcceptanceAlarm, AdaptiveDrafts, acceptance
 
 MOST = 5
 STEP = st.integers(0, MOST).flatmap(lambda k: st.tuples(st.just(k), st.lists(st.integers(0, k), max_size=4)))
@@ -14,42 +14,35 @@ STEP = st.integers(0, MOST).flatmap(lambda k: st.tuples(st.just(k), st.lists(st.
 
 def test_one_step_by_hand():
     """Three rows verified three drafts each: 0, 3 and 1 of them were accepted."""
-    stats = AcceptanceStats(MOST)
-    stats.add(3, [0, 3, 1])
-    assert stats.total == Acceptance((3, 3, 3, 0, 0), (2, 1, 1, 0, 0))
-    assert stats.total.rates == (2 / 3, 1 / 3, 1 / 3, None, None)
-    assert stats.total.drafts_per_row == 4 / 3
-    assert stats.total.acceptance_length == 1 + 4 / 3
-    assert stats.total.acceptance_rate == 4 / 9
+    counts = acceptance(MOST, 3, [0, 3, 1])
+    assert counts == Acceptance((3, 3, 3, 0, 0), (2, 1, 1, 0, 0))
+    assert counts.rates == (2 / 3, 1 / 3, 1 / 3, None, None)
+    assert counts.drafts_per_row == 4 / 3
+    assert counts.acceptance_length == 1 + 4 / 3
+    assert counts.acceptance_rate == 4 / 9
 
 
 def test_rows_without_drafts_are_not_in_the_length():
     """What k = 0 brings says nothing about the drafts."""
-    stats = AcceptanceStats(2)
-    stats.add(0, [0, 0])
-    assert stats.total.acceptance_length is stats.total.drafts_per_row is stats.total.acceptance_rate is None
-    assert stats.total.rates == (None, None)
-    stats.add(2, [2])
-    assert stats.total.acceptance_length == 3
-    assert AcceptanceStats(0).total.acceptance_length is None
+    none = acceptance(2, 0, [0, 0])
+    assert none.acceptance_length is none.drafts_per_row is none.acceptance_rate is None
+    assert none.rates == (None, None)
+    assert (none + acceptance(2, 2, [2])).acceptance_length == 3
+    assert acceptance(0, 0, [0]).acceptance_length is None
 
 
-@given(st.lists(STEP, max_size=12), st.integers(1, 5))
-def test_the_window_holds_the_newest_steps(steps, window):
-    stats = AcceptanceStats(MOST, window)
+@given(st.lists(STEP, max_size=12))
+def test_counts_add_up_and_come_off_again(steps):
+    total = acceptance(MOST, 0, ())
     for step in steps:
-        stats.add(*step)
-
-    def by_hand(part):
-        return Acceptance(
-            tuple(sum(k > place for k, rows in part for _ in rows) for place in range(MOST)),
-            tuple(sum(n > place for _, rows in part for n in rows) for place in range(MOST)),
-        )
-
-    real = [step for step in steps if step[1]]
-    assert stats.total == by_hand(real)
-    assert stats.recent == by_hand(real[-window:])
-    assert stats.total - stats.recent == by_hand(real[:-window])
+        total += acceptance(MOST, *step)
+    assert total == Acceptance(
+        tuple(sum(k > place for k, rows in steps for _ in rows) for place in range(MOST)),
+        tuple(sum(n > place for _, rows in steps for n in rows) for place in range(MOST)),
+    )
+    for step in steps:
+        total -= acceptance(MOST, *step)
+    assert total == acceptance(MOST, 0, ())
 
 
 def window(*rates: float, rows: int = 400) -> Acceptance:
@@ -109,7 +102,7 @@ def test_no_alarm_while_nothing_changes():
     alarm = AcceptanceAlarm(MOST)
     for _ in range(400):
         accepted = (np.cumprod(rng.random((250, MOST)) < 0.6, axis=1)).sum(axis=1)
-        assert alarm.take(count(MOST, MOST, accepted.tolist())) is None
+        assert alarm.take(acceptance(MOST, MOST, accepted.tolist())) is None
 
 
 # Relative step times by number of drafts. Launch-bound: a draft costs little; compute-bound: a row costs as another.

@@ -7,6 +7,7 @@ import pytest
 
 from dcpjax.engine import EngineStats
 from dcpjax.host.hits import HitCounts, PrefixStats
+from dcpjax.host.speculation import Acceptance
 from dcpjax.server.watch import Watch
 
 NOTHING = EngineStats(
@@ -20,11 +21,7 @@ NOTHING = EngineStats(
     prompt_tokens=0,
     generated_tokens=0,
     finished={},
-    num_drafts=0,
-    draft_tokens=0,
-    accepted_tokens=0,
-    verified_per_position=(),
-    accepted_per_position=(),
+    acceptance=Acceptance((), ()),
     prefix=PrefixStats(),
 )
 
@@ -71,14 +68,14 @@ def test_the_hit_rate_is_shown_once_somebody_asked(caplog):
 def test_drafts_and_their_alarm(caplog, pin):
     bench = Bench(
         caplog,
-        dataclasses.replace(NOTHING, verified_per_position=(0, 0), accepted_per_position=(0, 0)),
+        dataclasses.replace(NOTHING, acceptance=Acceptance((0, 0), (0, 0))),
         period=4.0,
         pin=pin,
     )
-    ((_, line),) = bench.step(verified_per_position=(400, 400), accepted_per_position=(320, 240))
+    ((_, line),) = bench.step(acceptance=Acceptance((400, 400), (320, 240)))
     assert "acceptance length 2.40 (of 1 to 3" in line and "by place 0.80 0.60" in line
     assert ("PINNED to 2.5" in line) == (pin is not None)
-    (_, line), (level, warning) = bench.step(verified_per_position=(800, 800), accepted_per_position=(400, 280))
+    (_, line), (level, warning) = bench.step(acceptance=Acceptance((800, 800), (400, 280)))
     assert "by place 0.20 0.10" in line, "of the new ones alone"
     assert level == "WARNING" and "draft 1 is accepted 0.20 of the time, 0.80 before; draft 2" in warning
-    assert len(bench.step(verified_per_position=(1200, 1200), accepted_per_position=(480, 320))) == 1, "said already"
+    assert len(bench.step(acceptance=Acceptance((1200, 1200), (480, 320)))) == 1, "said already"
