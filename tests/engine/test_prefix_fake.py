@@ -501,13 +501,13 @@ def test_any_mix_of_families_gives_each_prompt_its_text(seed, options, choices):
 @pytest.mark.parametrize("k", [0, 1, 3, 5])
 def test_preemption_with_hits_changes_no_text(k):
     preemptions = hits = again = 0
-    for seed in range(12):
-        arrivals = families(seed, count=20)
-        options = {"num_pages": 11, "max_model_len": 40, "num_drafts": k, "max_num_batched_tokens": 40}
+    for seed in range(6):
+        arrivals = families(seed, count=20, max_model_len=60)
+        options = {"num_pages": 16, "max_model_len": 60, "num_drafts": k, "max_num_batched_tokens": 60}
         requests, _, engine = run(arrivals, accept=accept_some(k), **options)
-        check_texts(arrivals, requests, 40)
+        check_texts(arrivals, requests, 60)
         stats = engine.stats
         preemptions += stats.preemptions
         hits += stats.prefix.counts.hits
         again += stats.prefix.preempted.hits
-    assert preemptions >= 6 and hits > 400 and again > 20
+    assert preemptions >= 4 and hits > 400 and again > 20
