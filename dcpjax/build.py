@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 from dcpjax import capacity
 from dcpjax.attention import AttentionOptions
-from dcpjax.cache import PagedCache, make_pool
+from dcpjax.cache import PagedCache, Pool, make_pool
 from dcpjax.capacity import CacheShape
 from dcpjax.collectives import check_backend
 from dcpjax.errors import ConfigError
@@ -21,7 +22,7 @@ from dcpjax.spec import Speculation
 from models import weights
 from models.config import ModelConfig, read_config
 from models.glm_moe_dsa import Network
-from models.params import abstract
+from models.params import Params, abstract
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class EngineConfig:
     index_shards: int | None = None
     draft_kv: str = "sharded"
     speculation: Speculation | None = None
+    zero_new_pages: bool = False
     block_size: int = 64
     num_blocks: int | None = None
     max_model_len: int | None = None
@@ -127,21 +129,32 @@ def build_runner(folder: pathlib.Path, config: EngineConfig, overrides: dict[str
     """Checks everything, then loads the weights and makes the pools. Raises `ConfigError` or `CheckpointError`."""
     cfg = read_config(folder, overrides)
     ready = resolve(cfg, config)
-    plan, shape = ready.net.plan, ready.shape
-    params = weights.load(folder, cfg, plan, ready.dtype)
+    return make_runner(ready, weights.load(folder, cfg, ready.net.plan, ready.dtype))
+
+
+def make_runner(ready: Resolved, params: Params) -> Runner:
+    """Makes the pools, and the runner around them. `params` lie padded on the mesh."""
+    net = ready.net
+    target, draft = make_caches(net.cfg, ready.shape, ready.layout, net.plan)
+    return Runner(net, params, target, draft, ready.limits, net.cfg.eos_token_ids, ready.speculation)
+
+
+def make_caches(
+    cfg: ModelConfig, shape: CacheShape, layout: CacheLayout, plan: MeshPlan, make: Callable[..., Pool] = make_pool
+) -> tuple[PagedCache, PagedCache | None]:
+    """The target's and the draft's pools, each made by `make`."""
 
     def pools(num_layers: int, num_index: int, shards: int, first_slot: int) -> PagedCache:
-        latent = dataclasses.replace(ready.layout, shards=shards)
-        index = dataclasses.replace(ready.layout, shards=min(shards, shape.index_shards))
+        latent = dataclasses.replace(layout, shards=shards)
+        index = dataclasses.replace(layout, shards=min(shards, shape.index_shards))
         return PagedCache(
-            make_pool(num_layers, latent, shape.latent, plan),
-            make_pool(num_index, index, shape.index, plan),
+            make(num_layers, latent, shape.latent, plan),
+            make(num_index, index, shape.index, plan),
             first_slot,
         )
 
     target = pools(cfg.num_layers, cfg.num_full_layers, plan.dcp, 0)
-    draft = pools(1, 1, shape.draft_shards, 1) if cfg.has_mtp else None
-    return Runner(ready.net, params, target, draft, ready.limits, cfg.eos_token_ids, ready.speculation)
+    return target, pools(1, 1, shape.draft_shards, 1) if cfg.has_mtp else None
 
 
 def _choose_dtype(name: str, plan: MeshPlan) -> Any:

@@ -4,21 +4,22 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
-import operator
 import pathlib
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from dcpjax import build
+from dcpjax.describe import describe
 from dcpjax.engine import EngineCore
 from dcpjax.errors import CacheFullError, ConfigError, RequestError
 from dcpjax.host.request import Request, SamplingParams, Times, TokenLogprobs
+from dcpjax.host.speculation import AcceptanceAlarm, AdaptiveDrafts
+from dcpjax.prompts import as_ids, as_list
+from dcpjax.runner import Runner
 from dcpjax.spec import USUAL_DRAFTS, Speculation
 from dcpjax.text import TextStream, Tokenizer
 from dcpjax.trace import Draft, Trace, Tracer
@@ -44,12 +45,14 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """One prompt's choices. `metrics` are the first choice's times in seconds of a monotonic clock."""
+    """One prompt's choices. `metrics` are the first choice's times in seconds of a monotonic clock. acceptance_pin: None,
+    or the acceptance length that was forced for a benchmark: then the texts are not the model's."""
 
     prompt_token_ids: list[int]
     num_cached_tokens: int
     outputs: list[CompletionOutput]
     metrics: Times
+    acceptance_pin: float | None = None
 
 
 class LLM:
@@ -67,7 +70,7 @@ class LLM:
     "num_speculative_tokens": k (1), "draft_kv": "sharded" or "replicated", "acceptance": "coupled" (the text is the one
     without drafts) or "rejection" (the same distribution), "pin": None or a mean acceptance length to force in
     benchmarks, "adaptive": whether steps may use fewer drafts (False)}. dcp_debug: a line a layer from every device on
-    standard error. overlap: dispatch a step before reading the last one. seed: of requests without one. hf_overrides:
+    standard error. zero_new_pages: clear pages before they are written to; reads are right without it. overlap: dispatch a step before reading the last one. seed: of requests without one. hf_overrides:
     laid over config.json.
     Raises `ConfigError` or `CheckpointError`.
     """
@@ -94,6 +97,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         speculative_config: dict[str, Any] | None = None,
         dcp_debug: bool = False,
+        zero_new_pages: bool = False,
         overlap: bool = True,
         seed: int = 0,
         hf_overrides: dict[str, Any] | None = None,
@@ -110,6 +114,7 @@ class LLM:
             interleave=cp_kv_cache_interleave_size,
             backend=dcp_comm_backend,
             debug=dcp_debug,
+            zero_new_pages=zero_new_pages,
             index_shards=index_shards,
             draft_kv=draft_kv,
             speculation=speculation,
@@ -135,7 +140,10 @@ class LLM:
             seed=seed,
             prefix_caching=enable_prefix_caching,
             model=self.name,
+            drafts=_adaptive(self.runner),
         )
+        self._alarm = AcceptanceAlarm(self.runner.num_drafts)
+        self._watched = self.engine.stats.acceptance
         self._tracer = Tracer(self.runner)
 
     @property
@@ -168,19 +176,8 @@ class LLM:
         )
 
     def describe(self) -> list[str]:
-        """Lines for a log: devices, mesh, bytes of the weights, and what the cache holds."""
-        runner, plan = self.runner, self.runner.net.plan
-        layout = runner.cache.latent.layout
-        weights = build.params_bytes(self.config, plan, runner.params.norm.dtype)
-        pools = jax.tree.leaves((runner.cache, runner.draft_cache))
-        cache = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in pools)
-        tokens = (layout.num_pages - 1) * layout.page_tokens
-        return [
-            "devices: " + ", ".join(str(device) for device in plan.mesh.devices.flat),
-            f"mesh: tp {plan.tp} × dcp {plan.dcp}; weights {weights / 1e6:,.1f} MB a device",
-            f"cache: {layout.num_pages} blocks of {layout.page_tokens} tokens, {layout.page_rows} of them on a rank",
-            f"cache: {cache / 1e6:,.1f} MB a device; {tokens:,} tokens, the longest sequence {self.max_model_len:,}",
-        ]
+        """Lines for a log: devices, mesh, memory, prefixes and drafts."""
+        return describe(self.runner, self.engine.scheduler.prefix is not None)
 
     def warm_up(self, progress=lambda done, total: None) -> None:
         """Compiles every step shape ahead; `progress(done, total)` is called after each."""
@@ -209,16 +206,24 @@ class LLM:
         self,
         prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+        no_store: bool = False,
     ) -> list[RequestOutput]:
-        """Completes one prompt (a text or a flat list of ids) or several. Raises `RequestError`, then nothing runs."""
-        ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        """Completes one prompt (a text or a flat list of ids) or several. Raises `RequestError`, then nothing runs.
+
+        cache_salt: cached prefixes are shared only among prompts of the same one. no_store: none is kept of these.
+        """
+        ids = [self._encode(prompt) for prompt in as_list(prompts)]
         params = self._as_params(sampling_params, len(ids))
         requests: list[list[Request]] = []
         try:
             for prompt, wanted in zip(ids, params, strict=True):
                 requests.append([])
                 for choice in range(wanted.n):
-                    requests[-1].append(self.add(prompt, wanted, choice=choice))
+                    requests[-1].append(
+                        self.add(prompt, wanted, choice=choice, cache_salt=cache_salt, no_store=no_store)
+                    )
             with _interrupts_held() as pending:
                 while any(request.status != "finished" for choices in requests for request in choices):
                     self.engine.step()
@@ -229,16 +234,32 @@ class LLM:
                 for request in choices:
                     self.engine.abort(request.id)
             raise
-        return [_output(choices) for choices in requests]
+        self._watch_drafts()
+        pin = None if self.runner.spec is None else self.runner.spec.pin
+        return [_output(choices, pin) for choices in requests]
+
+    def _watch_drafts(self) -> None:
+        """Warns, once, when drafts stop being accepted: nothing else shows it, since the texts stay right."""
+        now = self.engine.stats.acceptance
+        warning = self._alarm.take(now - self._watched)
+        self._watched = now
+        if warning is not None:
+            log.warning(warning)
 
     def chat(
-        self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None, **template: Any
+        self,
+        messages: Sequence[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        no_store: bool = False,
+        **template: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation, rendered with the model's chat template; `template` goes to it as it is."""
         if self.tokenizer is None:
             raise RequestError("messages: this model has no tokenizer; use generate with token ids")
         prompt = self.tokenizer.encode_chat(self.tokenizer.apply_chat_template(messages, **template))
-        return self.generate(prompt, sampling_params)
+        return self.generate(prompt, sampling_params, cache_salt=cache_salt, no_store=no_store)
 
     def trace(self, token_ids: Sequence[int], next_token: int | None = None) -> Trace:
         """Activations of one sequence, from the paged, sharded path; with `next_token`, of the draft too."""
@@ -281,13 +302,13 @@ class LLM:
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
-            return _as_ids("prompts", prompt)
+            return as_ids("prompts", prompt)
         if self.tokenizer is None:
             raise RequestError("prompts: this model has no tokenizer; give token ids")
         return self.tokenizer.encode(prompt)
 
     def _check_ids(self, name: str, ids: Sequence[int]) -> list[int]:
-        ids = _as_ids(name, ids)
+        ids = as_ids(name, ids)
         bad = [token for token in ids if not 0 <= token < self.config.vocab_size]
         if not ids or bad:
             got = f"got id {bad[0]}" if bad else "got none"
@@ -304,34 +325,6 @@ class LLM:
         if len(given) != count:
             raise RequestError(f"sampling_params: got {len(given)} for {count} prompts; give one, or one for each")
         return list(given)
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or several → a list of prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
-        raise RequestError(
-            f"prompts: got {type(prompts).__name__}; give a text, a list of token ids, or a list of those"
-        )
-    prompts = list(prompts)
-    flat = prompts and not isinstance(prompts[0], Iterable)
-    return [prompts] if flat or _is_scalar(prompts) else prompts
-
-
-def _is_scalar(prompts: list[Any]) -> bool:
-    """Whether these are the 0-d elements of one array."""
-    return bool(prompts) and isinstance(prompts[0], np.ndarray | jax.Array) and prompts[0].ndim == 0
-
-
-def _as_ids(name: str, ids: Any) -> list[int]:
-    """Token ids as Python ints. Anything that is not a list of whole numbers is refused, not rounded."""
-    if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
-        raise RequestError(f"{name}: got {type(ids).__name__}; give a list of token ids")
-    try:
-        return [operator.index(token) for token in ids]
-    except TypeError:
-        raise RequestError(f"{name}: token ids must be whole numbers, got {list(ids)!r:.200}") from None
 
 
 @contextlib.contextmanager
@@ -360,7 +353,7 @@ def _interrupts_held() -> Iterator[list[int]]:
         raise KeyboardInterrupt
 
 
-def _output(choices: list[Request]) -> RequestOutput:
+def _output(choices: list[Request], pin: float | None) -> RequestOutput:
     return RequestOutput(
         prompt_token_ids=choices[0].prompt,
         num_cached_tokens=choices[0].cached_tokens,
@@ -376,7 +369,15 @@ def _output(choices: list[Request]) -> RequestOutput:
             for request in choices
         ],
         metrics=choices[0].metrics,
+        acceptance_pin=pin,
     )
+
+
+def _adaptive(runner: Runner) -> AdaptiveDrafts | None:
+    """What chooses the number of drafts of a step; it weighs them by the times of steps, measured here."""
+    if runner.spec is None or not runner.spec.adaptive:
+        return None
+    return AdaptiveDrafts(runner.spec.num_drafts, runner.decode_costs())
 
 
 def _load_tokenizer(folder: pathlib.Path, given: str | pathlib.Path | None, template: str | None) -> Tokenizer | None:

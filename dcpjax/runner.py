@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import statistics
+import time
 from collections.abc import Callable
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 
 from dcpjax import step as steps
 from dcpjax.batch import StepOutput
-from dcpjax.cache import PagedCache
+from dcpjax.cache import PagedCache, zero_pages
 from dcpjax.errors import RequestError
 from dcpjax.host.plan import RowLogprobs, StepPlan, StepResult
 from dcpjax.host.request import Request
@@ -113,7 +115,7 @@ class Runner:
 
     def __init__(
         self, net: Network, params: Params, cache: PagedCache, draft_cache: PagedCache | None, limits: Limits,
-        eos_ids: tuple[int, ...], spec: Speculation | None = None,
+        eos_ids: tuple[int, ...], spec: Speculation | None = None, zero_new_pages: bool = False,
     ):  # fmt: skip
         self.net, self.params = net, params
         self.cache, self.draft_cache = cache, draft_cache
@@ -129,6 +131,9 @@ class Runner:
             static_argnames=("shape", "net", "spec"),
             donate_argnames=("cache", "draft_cache", "state"),
             out_shardings=(*pools, whole, whole),
+        )
+        self._zero_pages = (
+            jax.jit(zero_pages, donate_argnames=("caches",), out_shardings=pools) if zero_new_pages else None
         )
         self._seed_vocab = jax.jit(steps.seed_vocab, donate_argnames=("state",), out_shardings=whole)
         self._logprobs = jax.jit(logprobs, static_argnames=("vocab_size", "num"))
@@ -188,6 +193,8 @@ class Runner:
 
     def dispatch(self, plan: StepPlan) -> Pending:
         """Starts one step and returns at once."""
+        if self._zero_pages is not None and plan.taken:
+            self._zero(plan.taken)
         for planned in plan.rows:
             if planned.new and steps.uses_vocab(planned.request):
                 self._seed(planned.row, planned.request)
@@ -209,6 +216,12 @@ class Runner:
             self.params, self.cache, self.draft_cache, self.state, packed, shape=shape, net=self.net, spec=self.spec
         )
         return output
+
+    def _zero(self, pages: tuple[int, ...]) -> None:
+        """Clears pages before anything is written to them; their number is rounded up, so few programs serve all."""
+        ids = np.full(1 << (len(pages) - 1).bit_length(), self.num_pages, np.int32)
+        ids[: len(pages)] = pages
+        self.cache, self.draft_cache = self._zero_pages((self.cache, self.draft_cache), ids)
 
     def _seed(self, row: int, request: Request) -> None:
         """Counts and biases of a request with penalties; again after pre-emption, from all it has generated."""
@@ -233,6 +246,22 @@ class Runner:
             progress(done, len(shapes))
         zero = np.zeros(self.net.plan.pad(self.net.cfg.vocab_size), np.int32)
         self.state = self._seed_vocab(self.state, np.int32(0), zero, zero > 0, zero.astype(np.float32))
+
+    def decode_costs(self, repeats: int = 5) -> dict[int, dict[int, float]]:
+        """Seconds of a decode step by number of drafts and rows, each the median of `repeats` runs of padding alone.
+
+        What a choice of drafts weighs against their acceptance. Compiles those shapes; no request may run.
+        """
+        costs: dict[int, dict[int, float]] = {}
+        for k in self.buckets.levels:
+            for rows in self.buckets.rows:
+                shape, times = StepShape(rows * (k + 1), rows, self.buckets.pages[-1], k, k), []
+                for _ in range(repeats + 1):
+                    start = time.perf_counter()
+                    jax.block_until_ready(self._run(StepPlan(rows=(), epoch=0), shape))
+                    times.append(time.perf_counter() - start)
+                costs.setdefault(k, {})[rows] = statistics.median(times[1:])  # the first one compiles
+        return costs
 
     def places(self, pages: list[int], slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Page and column `[S]` each of a request's slots in the target pools' arrays, for reading rows out."""

@@ -23,7 +23,15 @@ FLOORS = {
     4: ("models",),
     5: ("dcpjax.build", "dcpjax.capacity", "dcpjax.runner", "dcpjax.spec", "dcpjax.step", "dcpjax.trace"),
     6: ("dcpjax.engine", "dcpjax.scheduler"),
-    7: ("dcpjax.bench", "dcpjax.llm", "dcpjax.serve", "dcpjax.server", "dcpjax.support"),
+    7: (
+        "dcpjax.bench",
+        "dcpjax.describe",
+        "dcpjax.llm",
+        "dcpjax.prompts",
+        "dcpjax.serve",
+        "dcpjax.server",
+        "dcpjax.support",
+    ),
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 

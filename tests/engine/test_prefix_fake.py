@@ -382,13 +382,14 @@ def test_inv_32_reset_with_running_requests(k, overlap):
     assert [type(event) for event in engine.drain_events()].count(Cleared) == 3
 
 
-def test_tokens_read_by_a_reset_are_handed_out():
+@pytest.mark.parametrize("step", [EngineCore.step, EngineCore.step_sync])
+def test_tokens_read_by_a_reset_are_handed_out(step):
     """The last ones of a request may come so: there is work until they are asked for."""
     engine = make(page=4, tokens=64)
     request = engine.add([1, 2, 3], ONE)
     assert engine.step() == [] and engine.reset_prefix_cache(running=True)
     assert request.status == "finished" and engine.has_work
-    (delta,) = engine.step()
+    (delta,) = step(engine)
     assert delta.finished and delta.token_ids == request.output and not engine.has_work
 
 
@@ -481,8 +482,10 @@ class AnyNumber:
     def choose(self, num_rows: int) -> int:
         return self._rng.randint(0, self._most)
 
-    def observe(self, num_drafts: int, accepted: list[int]) -> None:
-        assert accepted and all(0 <= n <= num_drafts for n in accepted)
+    def observe(self, verified, accepted: list[int]) -> None:
+        """verified: of each row, or of all."""
+        rows = np.broadcast_to(verified, len(accepted))
+        assert accepted and all(0 <= n <= most for n, most in zip(accepted, rows))
 
 
 @settings(max_examples=100)

@@ -1,0 +1,69 @@
+"""What the start-up log says of an engine: mesh, memory, where prefixes can hit, how drafts are made."""
+
+import math
+
+import jax
+
+from dcpjax import build, capacity
+from dcpjax.runner import Runner
+
+
+def describe(runner: Runner, prefix_caching: bool = True) -> list[str]:
+    """Lines for a log. Bytes a token are told twice: by the formula of the layout, and as the pools are allocated."""
+    plan, cfg, layout = runner.net.plan, runner.net.cfg, runner.cache.latent.layout
+    weights = build.params_bytes(cfg, plan, runner.params.norm.dtype)
+    pools = jax.tree.leaves((runner.cache, runner.draft_cache))
+    allocated = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in pools)
+    tokens = (layout.num_pages - 1) * layout.page_tokens
+    return [
+        "devices: " + ", ".join(str(device) for device in plan.mesh.devices.flat),
+        f"mesh: tp {plan.tp} × dcp {plan.dcp}; weights {weights / 1e6:,.1f} MB a device",
+        (
+            f"cache: {layout.num_pages} pages of {layout.page_tokens} tokens, {layout.page_rows} of them on a rank; index keys "
+            f"in {runner.cache.index.layout.shards} shard(s)"
+        ),
+        (
+            f"cache: {bytes_per_token(runner):,.1f} bytes a token and rank by formula, "
+            f"{allocated / layout.num_slots:,.1f} as allocated ({allocated / 1e6:,.1f} MB a device)"
+        ),
+        (
+            f"cache: holds {tokens:,} tokens, {tokens / runner.max_model_len:.2f} × the longest sequence of "
+            f"{runner.max_model_len:,}"
+        ),
+        _prefixes(layout.page_tokens) if prefix_caching else "prefix caching: off",
+        _drafts(runner),
+    ]
+
+
+def bytes_per_token(runner: Runner) -> float:
+    """Bytes of one token on one rank, all pools, by the formula of `CacheShape`."""
+    draft = runner.draft_cache
+    layout = "sharded" if draft is None or draft.latent.layout.shards > 1 else "replicated"
+    shape = capacity.cache_shape(
+        runner.net.cfg,
+        runner.net.plan,
+        runner.cache.latent.data.dtype.name,
+        runner.cache.index.layout.shards,
+        layout,
+    )
+    return shape.bytes_per_token()
+
+
+def _prefixes(page_tokens: int) -> str:
+    return (
+        f"prefix caching: hits come in pages of {page_tokens} tokens, at any dcp and number of drafts; prompts of "
+        f"{page_tokens} tokens and more can hit"
+    )
+
+
+def _drafts(runner: Runner) -> str:
+    spec = runner.spec
+    if spec is None:
+        return "drafts: none"
+    shards = runner.draft_cache.latent.layout.shards
+    layout = f"in {shards} shards" if shards > 1 else "whole on every rank"
+    line = f"drafts: {'up to ' if spec.adaptive else ''}{spec.num_drafts} a step, acceptance {spec.acceptance}, their cache "
+    line += layout
+    if spec.pin is not None:
+        line += f"; ACCEPTANCE IS PINNED to a mean length of {spec.pin}: the texts are not the model's"
+    return line
