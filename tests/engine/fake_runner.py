@@ -69,6 +69,7 @@ class _Row:
     limit: int
     length: int  # slots that count
     last: int = -1  # the token after them
+    drafted: int = 0  # drafts made for the next step
 
 
 class _Pending:
@@ -194,7 +195,8 @@ class FakeRunner:
         assert state.request is row.request and not row.new and row.emit and row.num_tokens == k + 1
         assert state.length <= row.start, "the host's start is the most it can be"
         assert self.num_drafts or state.length == row.start
-        count = min(self._accept(state.length), k + 1, state.limit - state.length - 1)
+        # Drafts beyond those that the step before made are nothing that could be accepted.
+        count = min(self._accept(state.length), min(k, state.drafted) + 1, state.limit - state.length - 1)
         if count <= 0:  # its last token is in a step that the host has not read
             return []
         assert 1 <= count <= k + 1
@@ -217,6 +219,7 @@ class FakeRunner:
         state.last = next_token(tokens, len(request.prompt), request.params, request.seed, request.choice)
 
     def _provisional(self, row, state: _Row, k: int) -> None:
+        state.drafted = k
         for ahead in range(1, k):
             self._write(self._draft, row, state.length + ahead, REJECTED)
 

@@ -458,9 +458,10 @@ def test_stats_and_times(k):
     assert (stats.generated_tokens, stats.finished["length"], stats.preemptions) == (18, 2, 0)
     assert (stats.running, stats.waiting, stats.page_usage) == (0, 0, 0)
     if k:
-        # Each text: one token from its last chunk, the others from decode rows; the last row may be cut by the limit.
-        assert counts.num_rows + sum(counts.accepted) == 18 - 2
-        assert set(counts.verified) == {counts.num_rows}
+        # Each text: one token from its last chunk, the others from decode rows, of which the last may have no room for a
+        # draft and not count.
+        assert 18 - 2 - 2 <= counts.num_rows + sum(counts.accepted) <= 18 - 2
+        assert list(counts.verified) == sorted(counts.verified, reverse=True)
         assert sum(counts.accepted) > 0
         assert list(counts.accepted) == sorted(counts.accepted, reverse=True)
     else:

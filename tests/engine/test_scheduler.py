@@ -281,7 +281,7 @@ def test_the_number_of_drafts_is_chosen_step_by_step():
         return choice[0]
 
     scheduler = make(num_drafts=3, choose_drafts=choose)
-    request, other = add(scheduler, "a", 5, max_tokens=40), add(scheduler, "b", 2, max_tokens=40)
+    request, other = add(scheduler, "a", 6, max_tokens=40), add(scheduler, "b", 2, max_tokens=40)
     plan = scheduler.plan()
     assert (plan.num_drafts, seen) == (3, [0])
     read(scheduler, plan)

@@ -206,6 +206,18 @@ def test_inv_33_events_say_what_a_router_needs():
     assert bench.events.drain() == [], "content is lost when its page is taken, not when it is given back"
 
 
+def test_inv_33_only_what_is_new_is_told():
+    """A copy of a cached page, then a page that follows it."""
+    bench = Bench(page_tokens=2)
+    bench.hold([1, 2, 3, 4])
+    (first,) = bench.events.drain()
+    bench.hold([1, 2, 3, 4, 5, 6, 7, 8], share=False)
+    (second,) = bench.events.drain()
+    assert second.tokens == (5, 6, 7, 8) and second.parent == first.keys[1]
+    bench.hold([1, 2, 3, 4, 5, 6, 7, 8], share=False)
+    assert bench.events.drain() == []
+
+
 def test_inv_32_reset():
     bench = Bench()
     bench.drop(bench.hold(range(40)))
@@ -240,12 +252,12 @@ def test_long_sequences_are_let_go_without_deep_recursion():
 def test_inv_34_hit_rate_of_the_newest_requests():
     counter = HitCounter(window=3)
     assert counter.hit_rate == 0
-    for queries, matched in ((10, 0), (10, 8), (8, 8)):
+    for queries, matched in ((10, 4), (10, 8), (8, 8)):
         counter.admit(queries, matched, lost_rounding=1, again=False)
-    assert counter.counts == HitCounts(requests=3, queries=28, hits=15, lost_last=1, lost_rounding=3)
-    assert counter.counts.shareable == 19 and counter.hit_rate == 15 / 28
+    assert counter.counts == HitCounts(requests=3, queries=28, hits=19, lost_last=1, lost_rounding=3)
+    assert counter.counts.shareable == 23 and counter.hit_rate == 19 / 28
     counter.admit(1000, 1000, 0, again=True)
-    assert counter.hit_rate == 15 / 28, "what comes back after a pre-emption is not counted"
+    assert counter.hit_rate == 19 / 28, "what comes back after a pre-emption is not counted"
     assert counter.preempted == HitCounts(requests=1, queries=1000, hits=999, lost_last=1)
     counter.admit(12, 0, 0, again=False)
     assert counter.hit_rate == 15 / 30, "the oldest fell out"
