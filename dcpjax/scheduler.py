@@ -172,6 +172,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.status = "finished"
+        request.keys = None  # as long as the tokens, and nobody asks for them again
 
     def preempt(self, request: Request) -> None:
         """Sends the youngest running request back to the front of the queue; it will compute its tokens anew."""
