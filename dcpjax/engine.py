@@ -141,7 +141,7 @@ class EngineCore:
         self._generated_tokens = 0
         self._finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0}
         self._drafts = drafts
-        self._acceptance = acceptance(runner.num_drafts, 0, ())
+        self._acceptance = acceptance(runner.num_drafts, (), ())
 
     def add(
         self,
@@ -302,7 +302,7 @@ class EngineCore:
         self.scheduler.settle(plan.epoch)
         now = self._clock()
         deltas = []
-        kept = []  # drafts accepted, by decode row
+        verified, kept = [], []  # drafts by decode row
         for i, row in enumerate(plan.rows):
             accepted = int(result.accepted[i])
             self.scheduler.absorb(row, accepted)
@@ -311,23 +311,26 @@ class EngineCore:
                 continue
             if accepted < 1:
                 raise RuntimeError(f"step {plan.epoch} brought no token to {request.id}, which is not finished")
-            if row.tokens is None:
-                kept.append(accepted - 1)
             before = len(request.output)
+            if row.tokens is None:
+                # Those it truly had: made in its step before, and before the limit.
+                verified.append(min(plan.num_drafts, request.drafted, request.limit - request.num_tokens - 1))
+                kept.append(accepted - 1)
+                request.verified_drafts += verified[-1]
+            request.drafted = plan.num_drafts
             for j in range(accepted):
                 self._append(request, result, i, j)
                 if request.status == "finished":
                     break  # what was sampled after the end is nobody's
             if row.tokens is None:
-                request.verified_drafts += plan.num_drafts
                 request.accepted_drafts += len(request.output) - before - 1
             self.scheduler.publish(request)
             if request.metrics.first_token is None:
                 request.metrics.first_token = now
             deltas.append(Delta(request, request.output[before:], request.status == "finished"))
-        self._acceptance += acceptance(self._runner.num_drafts, plan.num_drafts, kept)
+        self._acceptance += acceptance(self._runner.num_drafts, verified, kept)
         if self._drafts is not None and kept:
-            self._drafts.observe(plan.num_drafts, kept)
+            self._drafts.observe(verified, kept)
         return deltas
 
     def _append(self, request: Request, result: StepResult, i: int, j: int) -> None:

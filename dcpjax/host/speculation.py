@@ -6,8 +6,10 @@ row brings beside them, 1 … k + 1. Everything here is a function of counts: no
 
 import bisect
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 
 from dcpjax.errors import ConfigError
 
@@ -18,6 +20,12 @@ _EXPECTED = 30
 _FIRST_PLACE_LEAST = 0.3
 # A rate that has fallen counts as recovered this far above the threshold, or the alarm would come and go.
 _RECOVERED = 1.2
+
+# The first step of a trial only makes the drafts, the others verify them.
+_TRIAL_STEPS = 10
+_TRIAL_SHARE = 0.01
+# At the start all is unknown: so many of the dearest steps may be lost at once.
+_FIRST_LOSS = 10
 
 _CAUSES = (
     "a draft cache read with another geometry or number of shards than it was written with; wrong weights or a wrong "
@@ -75,10 +83,13 @@ class Acceptance:
         return Acceptance(combine(self.verified, other.verified), combine(self.accepted, other.accepted))
 
 
-def acceptance(most: int, num_drafts: int, accepted: Sequence[int]) -> Acceptance:
-    """One step's counts, `[most]`: its decode rows verified `num_drafts` each and accepted 0 … `num_drafts`."""
-    verified = tuple(len(accepted) if place < num_drafts else 0 for place in range(most))
-    return Acceptance(verified, tuple(sum(n > place for n in accepted) for place in range(most)))
+def acceptance(most: int, verified: Sequence[int], accepted: Sequence[int]) -> Acceptance:
+    """One step's counts, `[most]`: how many drafts each of its decode rows verified, and accepted of them."""
+
+    def by_place(rows: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sum(n > place for n in rows) for place in range(most))
+
+    return Acceptance(by_place(verified), by_place(accepted))
 
 
 def fallen(window: Acceptance, earlier: Acceptance, margin: float = 1.0) -> list[str]:
@@ -131,9 +142,9 @@ class AdaptiveDrafts:
     k drafts each; the ks are the choices, all with the same buckets of rows. half_life: steps after which an
     observation counts half.
 
-    A place is believed to be as good as what was seen of it allows: one acceptance and one standard error are added. So
-    it starts high, rises again while nothing is seen, and a place that could pay is tried anew, the less often the more
-    such a trial costs.
+    Measuring needs trials: a place that is never verified is never seen. A larger number is tried for a few steps when
+    it would pay if its places were as good as the little that was seen of them lately allows. By what was seen, trials
+    may lose a hundredth of the time and no more.
     """
 
     def __init__(self, most: int, cost: Mapping[int, Mapping[int, float]], half_life: int = 500):
@@ -152,29 +163,62 @@ class AdaptiveDrafts:
         # Of each place, among rows that had accepted all drafts before it.
         self._verified = [0.0] * most
         self._accepted = [0.0] * most
+        self._trial, self._trial_steps, self._trial_bucket = 0, 0, 0  # number of drafts, and steps of it to come
+        self._most_credit = self._credit = _FIRST_LOSS * max(max(row.values()) for row in self._cost.values())
 
     def choose(self, num_rows: int) -> int:
-        """The number of drafts for a step of `num_rows` decode rows."""
+        """The number of drafts for a step of `num_rows` decode rows. To be called once a step."""
         place = bisect.bisect_left(self._buckets, num_rows)
         bucket = self._buckets[min(place, len(self._buckets) - 1)]
         lengths = self.expected_lengths()
+        best = self._best(bucket, lengths)
+        self._credit = min(self._credit + _TRIAL_SHARE * self._cost[best][bucket], self._most_credit)
+        if not self._trial_steps or bucket != self._trial_bucket:
+            # The least that could pay: a leap costs more, and tells more only where the first places do well.
+            hoped, rate = self._hoped_lengths(), lengths[best] / self._cost[best][bucket]
+            trial = next((k for k in self._choices if k > best and hoped[k] / self._cost[k][bucket] > rate), best)
+            loss = self._trial_loss(trial, best, bucket, lengths)
+            if trial == best or loss > self._credit or not num_rows:
+                self._trial_steps = 0
+                return best
+            self._credit -= loss
+            self._trial, self._trial_steps, self._trial_bucket = trial, _TRIAL_STEPS, bucket
+        self._trial_steps -= 1
+        return self._trial
+
+    def _best(self, bucket: int, lengths: Sequence[float]) -> int:
         return max(self._choices, key=lambda k: (lengths[k] / self._cost[k][bucket], -k))
 
-    def observe(self, num_drafts: int, accepted: Sequence[int]) -> None:
-        """One step: its decode rows verified `num_drafts` each (0 counts too) and accepted so many of them."""
+    def _trial_loss(self, k: int, best: int, bucket: int, lengths: Sequence[float]) -> float:
+        """Time that a trial of `k` drafts takes beyond what its tokens take with `best`, if all is as it was seen."""
+        time_of_token = self._cost[best][bucket] / lengths[best]
+        tokens = 1 + (_TRIAL_STEPS - 1) * lengths[k]
+        return max(0.0, _TRIAL_STEPS * self._cost[k][bucket] - tokens * time_of_token)
+
+    def observe(self, verified: Sequence[int], accepted: Sequence[int]) -> None:
+        """One step: how many drafts each of its decode rows verified, 0 included, and accepted of them.
+
+        A row verifies no more than its step before made: with more chosen now, the places beyond say nothing yet.
+        """
+        rows = tuple(zip(verified, accepted, strict=True))
         keep = 0.5 ** (1 / self._half_life)
         for place in range(self._most):
             self._verified[place] *= keep
             self._accepted[place] *= keep
-            if place < num_drafts:
-                self._verified[place] += sum(n >= place for n in accepted)
-                self._accepted[place] += sum(n > place for n in accepted)
+            self._verified[place] += sum(place < most and place <= n for most, n in rows)
+            self._accepted[place] += sum(n > place for _, n in rows)
 
     def expected_lengths(self) -> list[float]:
-        """Acceptance length by number of drafts, 0 … most, as it is believed to be."""
-        lengths, reach = [1.0], 1.0
-        for accepted, verified in zip(self._accepted, self._verified, strict=True):
-            rate = (accepted + 1) / (verified + 1)
-            reach *= min(1.0, rate + math.sqrt(rate * (1 - rate) / (verified + 1)))
-            lengths.append(lengths[-1] + reach)
-        return lengths
+        """Acceptance length by number of drafts, 0 … most, from what was seen; a place never seen counts as sure."""
+        return _lengths((n + 0.01) / (seen + 0.01) for n, seen in zip(self._accepted, self._verified, strict=True))
+
+    def _hoped_lengths(self) -> list[float]:
+        """The same with one acceptance and one standard error added."""
+        rates = [(n + 1) / (seen + 1) for n, seen in zip(self._accepted, self._verified, strict=True)]
+        errors = [math.sqrt(rate * (1 - rate) / (seen + 1)) for rate, seen in zip(rates, self._verified, strict=True)]
+        return _lengths(min(1.0, rate + error) for rate, error in zip(rates, errors, strict=True))
+
+
+def _lengths(rates: Iterable[float]) -> list[float]:
+    """Acceptance lengths from each place's rate among rows that get there."""
+    return list(itertools.accumulate(itertools.accumulate(rates, operator.mul), initial=1.0))
