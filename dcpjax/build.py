@@ -78,6 +78,7 @@ class Resolved:
     layout: CacheLayout
     limits: Limits
     speculation: Speculation | None
+    zero_new_pages: bool
 
 
 def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
@@ -116,6 +117,7 @@ def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
         layout=dataclasses.replace(layout, num_pages=max(pages, 1)),
         limits=Limits(seqs, tokens, _fit_length(config.max_model_len, length, pages, config.block_size)),
         speculation=spec,
+        zero_new_pages=config.zero_new_pages,
     )
 
 
@@ -136,7 +138,8 @@ def make_runner(ready: Resolved, params: Params) -> Runner:
     """Makes the pools, and the runner around them. `params` lie padded on the mesh."""
     net = ready.net
     target, draft = make_caches(net.cfg, ready.shape, ready.layout, net.plan)
-    return Runner(net, params, target, draft, ready.limits, net.cfg.eos_token_ids, ready.speculation)
+    options = ready.speculation, ready.zero_new_pages
+    return Runner(net, params, target, draft, ready.limits, net.cfg.eos_token_ids, *options)
 
 
 def make_caches(

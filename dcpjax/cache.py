@@ -30,14 +30,15 @@ def latent_record(kv_rank: int, rope_dim: int, kind: str) -> Record:
     """Latent and rotated key. `fp8` is 1 byte a value, a float32 scale per 128 values and a bfloat16 rotated key."""
     width = kv_rank + rope_dim
     if kind == "fp8":
-        return Record(width, jnp.uint8, kv_rank + 4 * -(-kv_rank // 128) + 2 * rope_dim)
+        nbytes = kv_rank + 4 * -(-kv_rank // 128) + 2 * rope_dim
+        return Record(nbytes, jnp.uint8, nbytes)
     return _plain(width, kind)
 
 
 def index_record(head_dim: int, kind: str) -> Record:
     """Index key. `fp8` is 1 byte a value and one float32 scale."""
     if kind == "fp8":
-        return Record(head_dim, jnp.uint8, head_dim + 4)
+        return Record(head_dim + 4, jnp.uint8, head_dim + 4)
     return _plain(head_dim, kind)
 
 
@@ -109,10 +110,15 @@ def pool_spec(layout: CacheLayout, plan: MeshPlan):
 
 
 def make_pool(num_layers: int, layout: CacheLayout, record: Record, plan: MeshPlan, fill: float = 0.0) -> Pool:
-    """A new pool on the mesh. `fill` is for tests (NaN must change nothing)."""
+    """A new pool on the mesh. `fill` is for tests (NaN must change nothing). Raises `ConfigError`."""
+    check_readable(record)
+    return allocate(num_layers, layout, record, plan, fill)
+
+
+def allocate(num_layers: int, layout: CacheLayout, record: Record, plan: MeshPlan, fill: float = 0.0) -> Pool:
+    """`make_pool` for any record, readable or not: under `jax.eval_shape` it tells what a pool would take."""
     if layout.shards not in (1, plan.dcp):
         raise ConfigError(f"a pool has 1 shard or one per dcp rank ({plan.dcp}); {layout.shards} are not supported")
-    check_readable(record)
     shape = (num_layers, layout.num_pages, layout.page_tokens, record.width)
     sharding = jax.sharding.NamedSharding(plan.mesh, pool_spec(layout, plan))
     data = jax.jit(lambda: jnp.full(shape, fill, record.dtype), out_shardings=sharding)()

@@ -70,8 +70,8 @@ class LLM:
     "num_speculative_tokens": k (1), "draft_kv": "sharded" or "replicated", "acceptance": "coupled" (the text is the one
     without drafts) or "rejection" (the same distribution), "pin": None or a mean acceptance length to force in
     benchmarks, "adaptive": whether steps may use fewer drafts (False)}. dcp_debug: a line a layer from every device on
-    standard error. zero_new_pages: clear pages before they are written to; reads are right without it. overlap: dispatch a step before reading the last one. seed: of requests without one. hf_overrides:
-    laid over config.json.
+    standard error. zero_new_pages: clear pages before they are written to; reads are right without it. overlap: dispatch
+    a step before reading the last one. seed: of requests without one. hf_overrides: laid over config.json.
     Raises `ConfigError` or `CheckpointError`.
     """
 

@@ -12,7 +12,7 @@ import numpy as np
 from dcpjax import step as steps
 from dcpjax.batch import StepOutput
 from dcpjax.cache import PagedCache, zero_pages
-from dcpjax.errors import RequestError
+from dcpjax.errors import ConfigError, RequestError
 from dcpjax.host.plan import RowLogprobs, StepPlan, StepResult
 from dcpjax.host.request import Request
 from dcpjax.sampling import logprobs
@@ -110,6 +110,23 @@ class Pending:
         )
 
 
+def _check_draft(cache: PagedCache, draft: PagedCache | None) -> None:
+    """One page id names one page of target and draft, so both must have the same pages. Raises `ConfigError`."""
+    if draft is None:
+        return
+    for name, pool in (("latent", draft.latent.layout), ("index", draft.index.layout)):
+        pages = (pool.num_pages, pool.page_tokens, pool.interleave)
+        target = cache.latent.layout
+        if pages != (target.num_pages, target.page_tokens, target.interleave):
+            raise ConfigError(f"the draft's {name} pool has other pages than the target: {pool}, {target}")
+    if draft.index.layout.shards > draft.latent.layout.shards:
+        raise ConfigError("the draft's index keys are cut into shards but its latent rows are not; replicate both")
+    if (cache.first_slot, draft.first_slot) != (0, 1):
+        raise ConfigError(
+            f"target rows begin in slot 0 and draft rows in slot 1, got {cache.first_slot}, {draft.first_slot}"
+        )
+
+
 class Runner:
     """Owns what lives on the device and is changed by steps: the target's cache, the draft's, and the row state."""
 
@@ -117,6 +134,7 @@ class Runner:
         self, net: Network, params: Params, cache: PagedCache, draft_cache: PagedCache | None, limits: Limits,
         eos_ids: tuple[int, ...], spec: Speculation | None = None, zero_new_pages: bool = False,
     ):  # fmt: skip
+        _check_draft(cache, draft_cache)
         self.net, self.params = net, params
         self.cache, self.draft_cache = cache, draft_cache
         self.limits, self.eos_ids, self.spec = limits, eos_ids, spec

@@ -66,7 +66,9 @@ def step_lowered(geometry: Geometry, backend: str):
     runner = toy.runner(CONFIG, geometry, AttentionOptions(backend), seqs=TOKENS)
     shape = StepShape(TOKENS, TOKENS, TABLE)
     packed = np.zeros(shape.size, np.int32)
-    return runner._step.lower(runner.params, runner.cache, runner.state, packed, shape=shape, net=runner.net)
+    return runner._step.lower(
+        runner.params, runner.cache, runner.draft_cache, runner.state, packed, shape=shape, net=runner.net, spec=None
+    )
 
 
 def batch(tokens: int, rows: int) -> ForwardBatch:

@@ -21,8 +21,8 @@ def folder(tmp_path_factory):
     return small.write_checkpoint(tmp_path_factory.mktemp("small"))
 
 
-def make(folder, dcp: int) -> LLM:
-    """13 pages hold less than two of the longest requests; 13 tokens a step cut prompts anywhere."""
+def make(folder, dcp: int, **more) -> LLM:
+    """13 pages hold less than two of the longest requests; few tokens a step cut prompts anywhere."""
     llm = LLM(
         folder,
         tensor_parallel_size=dcp,
@@ -32,7 +32,7 @@ def make(folder, dcp: int) -> LLM:
         num_blocks=13,
         max_model_len=LENGTH,
         max_num_seqs=4,
-        max_num_batched_tokens=13,
+        **({"max_num_batched_tokens": 13} | more),
     )
     llm.warm_up()
     return llm
@@ -45,7 +45,9 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def sharded(folder):
-    return make(folder, 4)
+    """Three drafts a step, which only this engine makes."""
+    speculative = {"num_speculative_tokens": 3, "draft_kv": "replicated"}
+    return make(folder, 4, max_num_batched_tokens=17, speculative_config=speculative)
 
 
 @pytest.fixture(params=["alone", "sharded"])

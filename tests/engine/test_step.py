@@ -104,7 +104,7 @@ def test_a_plan_survives_packing():
         "row": [2, 0, 1, ROWS], "num_tokens": [1, 3, 6, 0], "start": [12, 7, 0, 0], "matched": [0, 8, 0, 0],
         "decode": [1, 0, 0, 0], "emit": [1, 0, 1, 0], "new": [0, 1, 1, 0], "limit": [13, 20, 14, 0],
         "choice": [0, 2, 0, 0], "top_k": [0, 0, 0, 0], "min_len": [0, 15, 0, 0], "biased": [0, 1, 0, 0],
-        "keep_vocab": [0, 1, 0, 0],
+        "keep_vocab": [0, 1, 0, 0], "following": [-1, rich.prompt[10], -1, 0],
     }  # fmt: skip
     for name, values in want.items():
         assert at[name].tolist() == values, name
@@ -180,7 +180,7 @@ def test_nothing_at_or_past_the_limit_is_written(llm):
     run(llm, [chunk(request, 1, (5, 2))], StepShape(16, 2, 2))
     accepted = [run(llm, [decode(request, 1, (5, 2), start)], shape)[1][0] for start in (6, 7, 8, 9)]
     assert accepted == [1, 0, 0, 0]
-    assert np.asarray(llm.runner.state.kv_len)[1] == 8
+    assert np.asarray(llm.runner.state.kv_len)[1] == 7  # before the last token, which is no query of use
     places = llm.runner.places([5, 2], np.arange(16))
     written = np.isfinite(np.asarray(llm.runner.cache.latent.data)[:, places[0], places[1]]).all(-1)
     assert written[:, :8].all() and not written[:, 8:].any()
