@@ -2,7 +2,7 @@
 
 import argparse
 
-from dcpjax.bench import cache, dispatch
+from dcpjax.bench import cache, dispatch, prefix, seed_table
 
 
 def main() -> None:
@@ -10,6 +10,10 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     dispatch.add_arguments(commands.add_parser("dispatch", help="host time of one jitted step, by number of arrays"))
     cache.add_arguments(commands.add_parser("cache", help="prefix hits on a trace, and host time per page"))
+    seed_table.add_arguments(
+        commands.add_parser("seed-table", help="capacity, hits, acceptance and speed of every layout")
+    )
+    prefix.add_arguments(commands.add_parser("prefix", help="time to the first token with 90 % of a prompt shared"))
     args = parser.parse_args()
     args.run(args)
 
