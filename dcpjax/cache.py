@@ -5,10 +5,12 @@ passed beside it, so a cache that is read with another geometry than it was writ
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from dcpjax import collectives
@@ -148,6 +150,13 @@ def zero_pages[T](caches: T, ids: jax.Array) -> T:
         # As in `Pool.write`: a scatter of one page would copy the pool. An id twice does no harm.
         ids = jnp.concatenate([ids, ids])
     return jax.tree.map(lambda data: data.at[:, ids].set(0, mode="drop"), caches)
+
+
+def pool_places(layout: CacheLayout, pages: Sequence[int], slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Page and column `[S]` each, in a pool's array, of a sequence's slots `[S]` on its `pages`: for reading rows out."""
+    place = np.asarray(pages)[slots // layout.page_tokens] * layout.page_tokens + slots % layout.page_tokens
+    column = layout.owner(place) * layout.page_rows + layout.row(place) % layout.page_rows
+    return place // layout.page_tokens, column
 
 
 def pool_slots(layout: CacheLayout, pages: jax.Array, row_of: jax.Array, slots: jax.Array) -> jax.Array:
