@@ -11,7 +11,7 @@ import numpy as np
 
 from dcpjax import step as steps
 from dcpjax.batch import StepOutput
-from dcpjax.cache import PagedCache, zero_pages
+from dcpjax.cache import PagedCache, pool_places, zero_pages
 from dcpjax.errors import ConfigError, RequestError
 from dcpjax.host.plan import RowLogprobs, StepPlan, StepResult
 from dcpjax.host.request import Request
@@ -283,7 +283,4 @@ class Runner:
 
     def places(self, pages: list[int], slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Page and column `[S]` each of a request's slots in the target pools' arrays, for reading rows out."""
-        layout = self.cache.latent.layout
-        place = np.asarray(pages)[slots // layout.page_tokens] * layout.page_tokens + slots % layout.page_tokens
-        column = layout.owner(place) * layout.page_rows + layout.row(place) % layout.page_rows
-        return place // layout.page_tokens, column
+        return pool_places(self.cache.latent.layout, pages, slots)

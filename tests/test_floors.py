@@ -31,6 +31,7 @@ FLOORS = {
         "dcpjax.serve",
         "dcpjax.server",
         "dcpjax.support",
+        "dcpjax.transfer",
     ),
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
