@@ -90,6 +90,11 @@ def decode(arm: Arm, num_tokens: int) -> Run:
     return Run(seconds, sum(map(len, text)) - had, engine.stats.steps - steps, text)
 
 
+def compile_carelessly() -> None:
+    """For runs that only show that something runs: compiling well would take longer than they do."""
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 def summary(values: Sequence[float]) -> dict[str, Any]:
     """Median and quartiles."""
     if len(values) == 1:
@@ -100,4 +105,4 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """What else ran: processors, and the load average of the last minute."""
-    return {"cpus": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "devices": jax.default_backend()}
+    return {"cpus": os.cpu_count(), "load": round(os.getloadavg()[0], 1), "platform": jax.default_backend()}

@@ -6,7 +6,6 @@ numbers in another order.
 
 import itertools
 import random
-from collections.abc import Sequence
 
 from dcpjax.text import Tokenizer
 from models.train import generator
@@ -34,8 +33,3 @@ def stream(tokenizer: Tokenizer, seed: int, num_tokens: int) -> list[int]:
     while len(ids) < num_tokens:
         ids += tokenizer.encode(generator.document(rng, num_tokens))
     return ids[:num_tokens]
-
-
-def text_of(tokenizer: Tokenizer, answers: Sequence[Sequence[int]]) -> list[str]:
-    """What to show of answers."""
-    return [tokenizer.decode(list(ids), True) for ids in answers]
