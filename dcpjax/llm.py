@@ -377,6 +377,7 @@ def _adaptive(runner: Runner) -> AdaptiveDrafts | None:
     """What chooses the number of drafts of a step; it weighs them by the times of steps, measured here."""
     if runner.spec is None or not runner.spec.adaptive:
         return None
+    log.info("adaptive drafts: measuring decode steps with 0 to %d drafts", runner.spec.num_drafts)
     return AdaptiveDrafts(runner.spec.num_drafts, runner.decode_costs())
 
 

@@ -23,6 +23,7 @@ from models.params import Params
 
 # Requests that ask for at most this many share one program; more compiles the whole vocabulary.
 FEW_LOGPROBS = 20
+ZEROED_AT_ONCE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,10 +237,12 @@ class Runner:
         return output
 
     def _zero(self, pages: tuple[int, ...]) -> None:
-        """Clears pages before anything is written to them; their number is rounded up, so few programs serve all."""
-        ids = np.full(1 << (len(pages) - 1).bit_length(), self.num_pages, np.int32)
-        ids[: len(pages)] = pages
-        self.cache, self.draft_cache = self._zero_pages((self.cache, self.draft_cache), ids)
+        """Clears pages before anything is written to them, so many at a time that one program serves all."""
+        for first in range(0, len(pages), ZEROED_AT_ONCE):
+            part = pages[first : first + ZEROED_AT_ONCE]
+            ids = np.full(ZEROED_AT_ONCE, self.num_pages, np.int32)
+            ids[: len(part)] = part
+            self.cache, self.draft_cache = self._zero_pages((self.cache, self.draft_cache), ids)
 
     def _seed(self, row: int, request: Request) -> None:
         """Counts and biases of a request with penalties; again after pre-emption, from all it has generated."""
@@ -262,6 +265,8 @@ class Runner:
             self._logprobs(output.logits, output.tokens.reshape(-1), size, min(FEW_LOGPROBS, size))
             jax.block_until_ready(output)
             progress(done, len(shapes))
+        if self._zero_pages is not None:
+            self._zero((self.num_pages,))
         zero = np.zeros(self.net.plan.pad(self.net.cfg.vocab_size), np.int32)
         self.state = self._seed_vocab(self.state, np.int32(0), zero, zero > 0, zero.astype(np.float32))
 
