@@ -5,6 +5,7 @@ the layout, and published as the pages of random prompts, so that the engine tak
 """
 
 import dataclasses
+import gc
 import os
 import statistics
 import time
@@ -93,6 +94,14 @@ def decode(arm: Arm, num_tokens: int) -> Run:
 def compile_carelessly() -> None:
     """For runs that only show that something runs: compiling well would take longer than they do."""
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+def forget_programs() -> None:
+    """Drops all compiled programs. Each lies in many memory maps, and a process may have some 65,000 of them in all: an
+    engine more, and the compiler finds no memory.
+    """
+    jax.clear_caches()
+    gc.collect()
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:

@@ -89,12 +89,15 @@ def scans(sizes: Sizes, dcp: int, draft_kv: str) -> float:
 
 
 def fit(points: Sequence[dict[str, Any]], sizes: Sizes, dcp: int) -> Fit:
-    """x and the constants by least squares of the relative errors of `points`' median step times."""
+    """x and the constants by least squares of the relative errors of `points`' step times.
+
+    The replicated time is the sharded one by the ratio of pairs: what else the machine did then cancels.
+    """
     matrix, per_step = [], {name: scans(sizes, dcp, name) for name in LAYOUTS}
     for point in points:
-        for i, name in enumerate(LAYOUTS):
-            seconds = point["step_seconds"][name]["median"]
-            matrix.append([x / seconds for x in (per_step[name] * point["length"], i == 0, i == 1)])
+        sharded = point["step_seconds"]["sharded"]["median"]
+        for i, seconds in enumerate((sharded, sharded * point["measured_ratio"])):
+            matrix.append([x / seconds for x in (per_step[LAYOUTS[i]] * point["length"], i == 0, i == 1)])
     x, *constants = np.linalg.lstsq(np.array(matrix), np.ones(len(matrix)))[0].tolist()
     return Fit(x, dict(zip(LAYOUTS, constants, strict=True)), per_step)
 
@@ -106,6 +109,7 @@ def measure(dcps: Sequence[int], sizes: Sizes, say=print) -> dict[str, Any]:
 
     def time(dcp: int, length: int, users: int = 1) -> dict[str, Any]:
         point = _point(sizes, dcp, length, users)
+        arms.forget_programs()
         say(_line(point))
         return point
 
@@ -191,14 +195,17 @@ def _point(sizes: Sizes, dcp: int, length: int, users: int) -> dict[str, Any]:
     speeds = {name: [run.tokens / run.seconds for run in made] for name, made in runs.items()}
     texts = {run.text for made in runs.values() for run in made}
     median = {name: statistics.median(speeds[name]) for name in LAYOUTS}
+    # Runs that follow each other saw the same machine.
+    paired = arms.summary([a / b for a, b in zip(speeds["sharded"], speeds["replicated"], strict=True)])
     return {
         "dcp": dcp,
         "length": length,
         "users": users,
         "step_seconds": {name: arms.summary(steps[name]) for name in LAYOUTS},
         "tokens_per_second": {name: arms.summary(speeds[name]) for name in LAYOUTS},
-        "measured_ratio": median["sharded"] / median["replicated"],
-        "paired_ratio": arms.summary([a / b for a, b in zip(speeds["sharded"], speeds["replicated"], strict=True)]),
+        "measured_ratio": paired["median"],
+        "measured_quartiles": paired["quartiles"],
+        "ratio_of_medians": median["sharded"] / median["replicated"],
         "tokens_per_step": runs["sharded"][0].tokens / runs["sharded"][0].steps / users,
         "equal_tokens": len(texts) == 1,
         "load": arms.machine()["load"],
@@ -210,7 +217,7 @@ def _line(point: dict[str, Any]) -> str:
     step = {name: point["step_seconds"][name]["median"] * 1e3 for name in LAYOUTS}
     return (
         f"dcp {point['dcp']}, {point['length']} tokens, {point['users']} user(s): step {step['sharded']:.1f} ms sharded, "
-        f"{step['replicated']:.1f} ms replicated, ratio {point['measured_ratio']:.3f} (pairs "
-        f"{point['paired_ratio']['median']:.3f}), {'equal' if point['equal_tokens'] else 'OTHER'} tokens, "
+        f"{step['replicated']:.1f} ms replicated, ratio {point['measured_ratio']:.3f} (of "
+        f"medians {point['ratio_of_medians']:.3f}), {'equal' if point['equal_tokens'] else 'OTHER'} tokens, "
         f"load {point['load']}"
     )

@@ -137,13 +137,16 @@ def _row(sizes: Sizes, dcp: int, drafts: int, rounds: list[dict[str, Any]]) -> d
     warm, again = ([each[name] for each in rounds] for name in ("warm", "again"))
     medians = {name: statistics.median(times) for name, times in (("cold", cold), ("warm", warm), ("again", again))}
     share = 1 - sizes.shared / sizes.prompt
+    # The prompts of a round saw the same machine.
+    paired = arms.summary([statistics.mean(each["cold"]) / each["warm"] for each in rounds])
     return {
         "dcp": dcp,
         "drafts": drafts,
         "ttft_seconds": {"cold": arms.summary(cold), "warm": arms.summary(warm), "again": arms.summary(again)},
         "cached_tokens": rounds[0]["cached"],
-        "measured": medians["cold"] / medians["warm"],
-        "measured_rounds": arms.summary([statistics.mean(each["cold"]) / each["warm"] for each in rounds]),
+        "measured": paired["median"],
+        "measured_quartiles": paired["quartiles"],
+        "ratio_of_medians": medians["cold"] / medians["warm"],
         "predicted": 1 / (share + medians["again"] / medians["cold"]),
         "equal_text": all(each["equal"] for each in rounds),
     }

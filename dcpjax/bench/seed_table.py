@@ -11,6 +11,7 @@ One row for each dcp size and draft layout. No cell is a claim about a large mac
 import argparse
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from dcpjax import build
@@ -49,24 +50,25 @@ def run(args: argparse.Namespace) -> None:
         args.json.write_text(json.dumps(figures, indent=1))
 
 
-def measure(quick: bool = False, say=lambda line: None) -> dict[str, Any]:
-    """Figures: `rows`, one for each dcp size and layout, and beside them what else was measured."""
+def measure(quick: bool = False, say=lambda line: None, dcps: Sequence[int] = DCPS) -> dict[str, Any]:
+    """Figures: `rows`, one for each dcp size and layout, and beside them what else was measured. 4 must be in `dcps`."""
     build.start_devices(None, max(DCPS))
     build.keep_compiled_programs()
     before = arms.machine()
-    toy = draft_ratio.measure(DCPS, draft_ratio.QUICK if quick else draft_ratio.Sizes(), say)
+    toy = draft_ratio.measure(dcps, draft_ratio.QUICK if quick else draft_ratio.Sizes(), say)
     tiny_sizes = tiny_rows.QUICK if quick else tiny_rows.Sizes()
     rows, tiny = [], []
-    for dcp in DCPS:
+    for dcp in dcps:
         for draft_kv in draft_ratio.LAYOUTS:
             capacity = capacity_rows.measure(dcp, draft_kv)
             tiny.append(tiny_rows.measure(dcp, draft_kv, tiny_sizes))
+            arms.forget_programs()
             rows.append(_row(dcp, draft_kv, capacity, tiny[-1], toy["rows"][dcp]))
             say(f"dcp {dcp}, {draft_kv}: tiny model accepts {tiny[-1]['acceptance_length']:.3f} a step")
     by_layout = {(row["dcp"], row["draft_kv"]): row["kv_tokens"] for row in rows}
     return {
         "rows": rows,
-        "kv_ratio": {dcp: by_layout[dcp, "sharded"] / by_layout[dcp, "replicated"] for dcp in DCPS},
+        "kv_ratio": {dcp: by_layout[dcp, "sharded"] / by_layout[dcp, "replicated"] for dcp in dcps},
         "equal": {
             "toy": toy["equal_tokens"] and all(point["equal_tokens"] for point in toy["points"]),
             "tiny": len({each["text"] for each in tiny}) == 1 and all(each["equal_rounds"] for each in tiny),

@@ -33,7 +33,7 @@ def test_prediction_and_gain():
     times = {"cached": [0, 90, 99, 0], "equal": True, "text": [1]}
     rounds = [times | {"cold": (2.0, 2.2), "warm": w, "again": a} for w, a in ((0.4, 0.2), (0.42, 0.21), (0.3, 0.19))]
     row = prefix._row(Sizes(prompt=100, shared=90), 4, 3, rounds)
-    assert row["measured"] == pytest.approx(2.1 / 0.4)
+    assert row["measured"] == pytest.approx(2.1 / 0.4) and row["ratio_of_medians"] == pytest.approx(2.1 / 0.4)
     assert row["predicted"] == pytest.approx(1 / (0.1 + 0.2 / 2.1))
     assert not prefix._row(Sizes(prompt=100, shared=90), 4, 3, [times | rounds[0] | {"equal": False}])["equal_text"]
 

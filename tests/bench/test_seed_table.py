@@ -21,7 +21,7 @@ RATIOS = {2: 1.014, 4: 1.043, 8: 1.101}
 
 @pytest.fixture(scope="module")
 def figures(quick_compile):
-    return seed_table.measure(quick=True)
+    return seed_table.measure(quick=True, dcps=(4,))
 
 
 def test_the_published_model(data):
@@ -44,18 +44,37 @@ def test_tokens_in_35_gib():
         )
 
 
-def test_one_row_for_each_layout(figures):
-    rows = figures["rows"]
+def test_one_row_for_each_layout(figures, monkeypatch):
+    """The whole table around what was measured at one dcp size."""
+    toy = {name: figures["toy"][name] for name in ("sizes", "length", "points", "fits")} | {"equal_tokens": True}
+    toy |= {"rows": dict.fromkeys((2, 4, 8), figures["toy"]["points"][0])}
+    tiny = {"hit_rate": 0.4, "hit_rate_second_round": 0.8, "acceptance_length": 2.5, "equal_rounds": True, "text": ()}
+    monkeypatch.setattr(seed_table.draft_ratio, "measure", lambda *args: toy)
+    monkeypatch.setattr(seed_table.tiny_rows, "measure", lambda *args: tiny)
+    monkeypatch.setattr(seed_table.arms, "forget_programs", lambda: None)
+    whole = seed_table.measure(quick=True)
+    rows = whole["rows"]
     assert [(row["dcp"], row["draft_kv"]) for row in rows] == [(dcp, kv) for dcp in (2, 4, 8) for kv in LAYOUTS]
-    assert all(set(seed_table.COLUMNS) <= row.keys() for row in rows)
-    assert all(math.isfinite(row[name]) and row[name] > 0 for row in rows for name in seed_table.COLUMNS[2:])
+    for row in (*rows, *figures["rows"]):
+        assert all(math.isfinite(row[name]) and row[name] > 0 for name in seed_table.COLUMNS if name != "draft_kv")
+        assert row["draft_kv"] == "sharded" or row["measured_ratio"] == row["predicted_ratio"] == 1
     for dcp, ratio in RATIOS.items():
-        assert figures["kv_ratio"][dcp] == pytest.approx(ratio, abs=0.003)
-    replicated = [row for row in rows if row["draft_kv"] == "replicated"]
-    assert all(row["measured_ratio"] == row["predicted_ratio"] == 1 for row in replicated)
+        assert whole["kv_ratio"][dcp] == pytest.approx(ratio, abs=0.003)
     lines = seed_table.table(rows)
-    assert len(lines) == 2 + 6 and lines[4].startswith("| 4 | sharded | 2,746,624 | ")
-    json.dumps(figures)
+    assert len(lines) == 2 + 6 and lines[4].startswith("| 4 | sharded | 2,746,624 | 0.400 | 2.500 | ")
+    json.dumps([whole, figures])
+
+
+@pytest.mark.parametrize("field", ["acceptance_length", "text", "equal_rounds"])
+def test_a_difference_shows(field, figures, monkeypatch):
+    """One layout that accepts or says something else, or whose hits change the text."""
+    toy = figures["toy"] | {"equal_tokens": True, "rows": {4: figures["toy"]["points"][0]}}
+    good = {"hit_rate": 0.4, "hit_rate_second_round": 0.8, "acceptance_length": 2.5, "equal_rounds": True, "text": ()}
+    made = [good, good | {field: {"acceptance_length": 2.6, "text": (1,), "equal_rounds": False}[field]}]
+    monkeypatch.setattr(seed_table.draft_ratio, "measure", lambda *args: toy)
+    monkeypatch.setattr(seed_table.tiny_rows, "measure", lambda *args: made.pop())
+    monkeypatch.setattr(seed_table.arms, "forget_programs", lambda: None)
+    assert not all(seed_table.measure(quick=True, dcps=(4,))["equal"].values())
 
 
 def test_layouts_change_no_token(figures):
@@ -70,16 +89,13 @@ def test_layouts_change_no_token(figures):
 
 def points(sizes, dcp, x, fixed, tau):
     """Times that the model of a step gives."""
-    constant = {"replicated": fixed, "sharded": fixed + sizes.drafts * tau}
-    return [
-        {
-            "length": length,
-            "step_seconds": {
-                kv: {"median": constant[kv] + x * length * draft_ratio.scans(sizes, dcp, kv)} for kv in LAYOUTS
-            },
-        }
-        for length in sizes.fitted
-    ]
+    made = []
+    for length in sizes.fitted:
+        sharded = fixed + sizes.drafts * tau + x * length * draft_ratio.scans(sizes, dcp, "sharded")
+        replicated = fixed + x * length * draft_ratio.scans(sizes, dcp, "replicated")
+        times = {"step_seconds": {"sharded": {"median": sharded}}, "measured_ratio": replicated / sharded}
+        made.append(times | {"length": length})
+    return made
 
 
 def test_the_fit_finds_what_the_times_were_made_from():
