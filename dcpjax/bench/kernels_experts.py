@@ -14,7 +14,9 @@ TOKENS = (1, 4, 16, 64, 256)
 CONTIGUOUS_CEILING = 4.4e12
 
 
-def measure(tokens: tuple[int, ...] = TOKENS, arms: tuple[str, ...] = ("triton", "mosaic", "xla")) -> list[dict[str, Any]]:
+def measure(
+    tokens: tuple[int, ...] = TOKENS, arms: tuple[str, ...] = ("triton", "mosaic", "xla")
+) -> list[dict[str, Any]]:
     """A row for every number of tokens and arm. Routing is uniform."""
     stacks = weights()
     rows = []

@@ -13,7 +13,9 @@ SHAPES = tuple((b, length) for b in (1, 16, 64) for length in (2**15, 2**17, 2**
 
 
 def measure(
-    shapes: tuple[tuple[int, int], ...] = SHAPES, queries: tuple[int, ...] = (1, 4), arms: tuple[str, ...] = ("triton", "xla")
+    shapes: tuple[tuple[int, int], ...] = SHAPES,
+    queries: tuple[int, ...] = (1, 4),
+    arms: tuple[str, ...] = ("triton", "xla"),
 ) -> list[dict[str, Any]]:
     """A row for every number of requests and length, storage, tokens a request and arm."""
     rows = []

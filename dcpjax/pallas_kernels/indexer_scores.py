@@ -1,4 +1,4 @@
-"""Scores of the DSA indexer over paged keys: `Σ_j w_j · relu(q_j · k)`. XLA reference.
+"""Scores of the DSA indexer over paged keys: `Σ_j w_j · relu(q_j · k)`. XLA reference, and the choice of the kernel.
 
 Source: DeepSeek-V3.2 sparse attention; GLM-5.2 folds both scale factors into the weights.
 """
@@ -8,29 +8,73 @@ import math
 import jax
 import jax.numpy as jnp
 
+from dcpjax.pallas_kernels.indexer_scores_triton import IndexerConfig, scores_triton
+
 _TILE_BYTES = 1 << 26
+
+# An fp8 record is the key's values, one byte each, and its float32 scale.
+SCALE_BYTES = 4
 
 
 def indexer_scores(
-    q: jax.Array, weight: jax.Array, pool: jax.Array, layer: jax.Array | int, pages: jax.Array, row_of: jax.Array
+    q: jax.Array,
+    weight: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array | int,
+    pages: jax.Array,
+    row_of: jax.Array,
+    *,
+    visible: tuple[jax.Array | int, jax.Array] | None = None,
+    queries: int | None = None,
+    config: IndexerConfig | None = None,
+    backend: str = "xla",
 ) -> jax.Array:
     """Scores `[T, P·G]` float32 of `q [T, heads, dim]` with `weight [T, heads]` float32 against a request's keys.
 
     `pool [layers, pages, G, dim]` is this rank's shard, `pages [B, P]` the block tables, `row_of [T]` each token's row
-    of them. Column `p·G + g` is row g of the request's p-th page. Nothing is masked: keys beyond a request's length
-    give garbage, possibly NaN, which the caller replaces.
+    of them. Column `p·G + g` is row g of the request's p-th page. A pool of bytes holds records of `dim + 4`: the key in
+    float8_e4m3fn and its float32 scale.
+
+    `visible` is `(first, end [T])`, int32 columns: token t sees `first ≤ column < end[t]` and gets −inf elsewhere; pages
+    past all of them are not read. Without it nothing is masked: keys beyond a request's length give garbage, possibly
+    NaN, which the caller replaces.
+
+    `backend` is "xla" or "triton". `queries` is the tokens that share one read of the keys there: the tokens of each row
+    when all rows have as many (default: T / B, at most 8). It decides speed alone: neighbours that turn out to belong to
+    different rows are taken in turn. Raises `NotImplementedError` where the kernel does not serve these arguments.
     """
+    if backend == "triton":
+        return scores_triton(q, weight, pool, layer, pages, row_of, visible, queries, config)
+    score = _scores_xla(q, weight, pool, layer, pages, row_of)
+    if visible is None:
+        return score
+    first, end = visible
+    column = jnp.arange(score.shape[1])
+    return jnp.where((column >= first) & (column < end[:, None]), score, -jnp.inf)
+
+
+def unpack(record: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Keys `[…, dim]` in `dtype`, not scaled, and scales `[…]` float32 of fp8 records `[…, dim + 4]` uint8."""
+    key = jax.lax.bitcast_convert_type(record[..., :-SCALE_BYTES], jnp.float8_e4m3fn).astype(dtype)
+    return key, jax.lax.bitcast_convert_type(record[..., -SCALE_BYTES:], jnp.float32)
+
+
+def _scores_xla(q, weight, pool, layer, pages, row_of):
     tokens = q.shape[0]
     key_bytes = pages.shape[1] * pool.shape[2] * pool.shape[3] * pool.dtype.itemsize
     most = max(1, _TILE_BYTES // key_bytes)
     tile = tokens if tokens <= most else math.gcd(tokens, 1 << (most.bit_length() - 1))
 
     def some(q, weight, row_of):
-        keys = pool[layer, pages[row_of]].astype(q.dtype)
-        keys = keys.reshape(keys.shape[0], -1, keys.shape[-1])
+        keys = pool[layer, pages[row_of]]
+        scale = None
+        if pool.dtype == jnp.uint8:
+            keys, scale = unpack(keys, q.dtype)
+        keys = keys.astype(q.dtype).reshape(keys.shape[0], -1, keys.shape[-1])
         highest = jax.lax.Precision.HIGHEST
         dot = jnp.einsum("thd,tkd->thk", q, keys, precision=highest, preferred_element_type=jnp.float32)
-        return jnp.einsum("thk,th->tk", jax.nn.relu(dot), weight, precision=highest)
+        score = jnp.einsum("thk,th->tk", jax.nn.relu(dot), weight, precision=highest)
+        return score if scale is None else score * scale.reshape(score.shape)
 
     if tile == tokens:
         return some(q, weight, row_of)
