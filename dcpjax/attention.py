@@ -17,22 +17,24 @@ from flax import struct
 from dcpjax import collectives
 from dcpjax.batch import ForwardBatch
 from dcpjax.cache import Pool, pool_slots, pool_spec
+from dcpjax.kernels import Kernels
 from dcpjax.mesh import MeshPlan
 from dcpjax.pallas_kernels.indexer_scores import indexer_scores
 from dcpjax.pallas_kernels.lse_merge import merge_parts
-from dcpjax.pallas_kernels.sparse_mla import sparse_mla
+from dcpjax.pallas_kernels.sparse_mla import SparseMLAConfig, sparse_mla
 from dcpjax.pallas_kernels.topk import NO_SLOT, merge_candidates, topk_candidates
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
-    """How parts travel. `movement` None lets the byte count decide; tests force "queries" or "rows". `debug`: every
-    device prints a line a layer to standard error; slow, and nothing of it is compiled without."""
+    """How parts travel and what computes them. `movement` None lets the byte count decide; tests force "queries" or
+    "rows". `debug`: every device prints a line a layer to standard error; slow, and nothing of it is compiled without."""
 
     backend: str = "ag_rs"
     movement: str | None = None
     tile_tokens: int = 32768
     debug: bool = False
+    kernels: Kernels = Kernels()
 
 
 @struct.dataclass
@@ -107,20 +109,20 @@ def attend(
 
     def body(q, data, rows, count, slots, batch):
         if rows_move:
-            out, lse = _attend_gathered(q, data, layer, slots, batch, pool, value_width, scale, options.tile_tokens)
+            out, lse = _attend_gathered(q, data, layer, slots, batch, pool, value_width, scale, options)
             if options.debug:
                 _report(layer, pool, q, rows[0], count[0], lse)
             return out.astype(q.dtype)
         flat = data.reshape(data.shape[0], layout.num_rows, data.shape[3])
         if layout.shards > 1:
             q = collectives.gather_ranks(q, axis=1)
-        out, lse = _part(q, flat, layer, rows[0], count[0], value_width, scale)
+        # Parts travel in float32 unless they are dealt out first (a2a), where each is rounded once.
+        dtype = jnp.float32 if layout.shards > 1 and options.backend != "a2a" else q.dtype
+        out, lse = _part(q, flat, layer, rows[0], count[0], value_width, scale, options.kernels, layout.shards, dtype)
         if options.debug:
             _report(layer, pool, q, rows[0], count[0], lse)
         if layout.shards > 1:
-            # Parts travel in float32 unless they are dealt out first (a2a), where each is rounded once.
-            part = out.astype(q.dtype) if options.backend == "a2a" else out
-            out = collectives.merge_ranks(part, lse, options.backend)
+            out = collectives.merge_ranks(out, lse, options.backend, options.kernels.merge)
         return out.astype(q.dtype)
 
     heads, whole = plan.spec(None, "heads", None), plan.spec()
@@ -130,12 +132,22 @@ def attend(
     )
 
 
-def _part(q, flat, layer, rows, count, value_width, scale):
+def _part(q, flat, layer, rows, count, value_width, scale, kernels, shards=1, dtype=jnp.float32):
     """`sparse_mla`, with output 0 and LSE −inf set by count where a token has no rows here.
 
     Kernels differ in what they report for no keys (LSE 0 or +inf, any output), and a finite LSE would get weight.
+    Ours report what is asked for, and a pass over their output would show in the time of a step.
     """
-    out, lse = sparse_mla(q, flat, layer, rows, count, value_width=value_width, scale=scale)
+    width, config = rows.shape[1], None
+    if kernels.sparse_mla != "xla":
+        # Lists are as wide as a selection, but hold the share of it that lies here.
+        config = SparseMLAConfig.choose(q.shape[0], q.shape[1], -(-width // shards), kernels.invariant)
+    out, lse = sparse_mla(
+        q, flat, layer, rows, count,
+        value_width=value_width, scale=scale, out_dtype=dtype, config=config, backend=kernels.sparse_mla,
+    )  # fmt: skip
+    if kernels.sparse_mla != "xla":
+        return out, lse
     some = count[:, None] > 0
     return jnp.where(some[..., None], out, 0), jnp.where(some, lse, -jnp.inf)
 
@@ -150,11 +162,11 @@ def _movement(q: jax.Array, pool: Pool, batch: ForwardBatch, options: AttentionO
     return "rows" if rows < queries else "queries"
 
 
-def _attend_gathered(q, data, layer, slots, batch, pool, value_width, scale, tile_tokens):
+def _attend_gathered(q, data, layer, slots, batch, pool, value_width, scale, options):
     """Attention of this device's own heads and its LSE, with the rows of all ranks gathered one tile at a time."""
     layout = pool.layout
     width = batch.pages.shape[1]
-    tile = min(width, max(1, tile_tokens // layout.page_tokens))
+    tile = min(width, max(1, options.tile_tokens // layout.page_tokens))
     parts = []
     for first in range(0, width, tile):
         pages = batch.pages[:, first : first + tile]
@@ -169,7 +181,7 @@ def _attend_gathered(q, data, layer, slots, batch, pool, value_width, scale, til
         row = layout.owner(offset) * (pages.shape[0] * per_request) + row
         row = jnp.sort(jnp.where(inside, row, flat.shape[1]), axis=1)
         count = jnp.sum(inside, axis=1, dtype=jnp.int32)
-        parts.append(_part(q, flat, 0, row, count, value_width, scale))
+        parts.append(_part(q, flat, 0, row, count, value_width, scale, options.kernels))
     if len(parts) == 1:
         return parts[0]
     return merge_parts(jnp.stack([out for out, _ in parts]), jnp.stack([lse for _, lse in parts]))

@@ -15,6 +15,7 @@ from dcpjax.cache import PagedCache, Pool, make_pool
 from dcpjax.capacity import CacheShape
 from dcpjax.collectives import check_backend
 from dcpjax.errors import ConfigError
+from dcpjax.kernels import Kernels
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import MeshPlan, make_plan
 from dcpjax.runner import Limits, Runner
@@ -46,6 +47,7 @@ class EngineConfig:
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     kv_cache_memory_bytes: int | None = None
+    kernels: dict[str, Any] | None = None
 
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -110,8 +112,9 @@ def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
         pages = capacity.num_pages(
             shape, plan, config.block_size, seqs * length, nbytes, params_bytes(cfg, plan, dtype)
         )
+    kernels = Kernels.for_platform(plan.platform, dtype, cfg.kv_rank, cfg.rope_dim).replaced(config.kernels)
     return Resolved(
-        net=Network(cfg, plan, AttentionOptions(backend=config.backend, debug=config.debug)),
+        net=Network(cfg, plan, AttentionOptions(backend=config.backend, debug=config.debug, kernels=kernels)),
         dtype=dtype,
         shape=shape,
         layout=dataclasses.replace(layout, num_pages=max(pages, 1)),

@@ -5,12 +5,11 @@ input: that keeps size-1 collectives out of the compiled program.
 """
 
 import jax
-import jax.numpy as jnp
 
 from dcpjax.errors import ConfigError
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import ALL
-from dcpjax.pallas_kernels.lse_merge import merge_parts, part_weights, weigh
+from dcpjax.pallas_kernels.lse_merge import merge_packed, pack_parts, part_weights, weigh
 
 BACKENDS = ("ag_rs", "a2a", "psum")
 
@@ -46,14 +45,14 @@ def stack_ranks(x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, "dcp")
 
 
-def merge_ranks(out: jax.Array, lse: jax.Array, backend: str) -> jax.Array:
+def merge_ranks(out: jax.Array, lse: jax.Array, backend: str, kernel: str = "xla") -> jax.Array:
     """Merges the ranks' parts and deals the heads back out.
 
     `out [T, H, L]` and `lse [T, H]` (natural log, float32) hold all heads of the dcp group over this rank's tokens;
-    returns `[T, H/N, L]` float32: this rank's heads over all tokens.
+    returns `[T, H/N, L]` float32: this rank's heads over all tokens. kernel: what sums parts after an all-to-all.
     """
     if backend == "a2a":
-        return _merge_a2a(out, lse)
+        return _merge_a2a(out, lse, kernel)
     weight, _ = part_weights(stack_ranks(lse))
     mine = jax.lax.axis_index("dcp")
     part = weigh(out, weight[mine])
@@ -63,16 +62,11 @@ def merge_ranks(out: jax.Array, lse: jax.Array, backend: str) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(jax.lax.psum(part, "dcp"), mine * heads, heads, axis=1)
 
 
-def _merge_a2a(out: jax.Array, lse: jax.Array) -> jax.Array:
+def _merge_a2a(out: jax.Array, lse: jax.Array, kernel: str) -> jax.Array:
     """One all-to-all over heads: the LSE travels in the same array as the output, bit for bit."""
-    word = jnp.uint32 if out.dtype == jnp.float32 else jnp.uint16
-    lse_words = jax.lax.bitcast_convert_type(lse.astype(jnp.float32), word).reshape(*lse.shape, -1)
-    packed = jnp.concatenate([jax.lax.bitcast_convert_type(out, word), lse_words], axis=-1)
+    packed = pack_parts(out, lse)
     ranks, (tokens, heads, width) = jax.lax.axis_size("dcp"), packed.shape
     packed = packed.reshape(tokens, ranks, heads // ranks, width)
     packed = jax.lax.all_to_all(packed, "dcp", split_axis=1, concat_axis=0)
     packed = packed.reshape(ranks, tokens, heads // ranks, width)
-    parts = jax.lax.bitcast_convert_type(packed[..., : out.shape[-1]], out.dtype)
-    tail = packed[..., out.shape[-1] :]
-    part_lse = jax.lax.bitcast_convert_type(tail[..., 0] if word == jnp.uint32 else tail, jnp.float32)
-    return merge_parts(parts, part_lse)[0]
+    return merge_packed(packed, out.shape[-1], out.dtype, backend=kernel)

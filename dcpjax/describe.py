@@ -1,4 +1,4 @@
-"""What the start-up log says of an engine: mesh, memory, where prefixes can hit, how drafts are made."""
+"""What the start-up log says of an engine: mesh, memory, kernels, where prefixes can hit, how drafts are made."""
 
 import math
 
@@ -30,6 +30,7 @@ def describe(runner: Runner, prefix_caching: bool = True) -> list[str]:
             f"cache: holds {tokens:,} tokens, {tokens / runner.max_model_len:.2f} × the longest sequence of "
             f"{runner.max_model_len:,}"
         ),
+        f"kernels: {runner.net.options.kernels.describe()}",
         _prefixes(layout.page_tokens) if prefix_caching else "prefix caching: off",
         _drafts(runner),
     ]

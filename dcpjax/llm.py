@@ -65,8 +65,8 @@ class LLM:
     size (default). block_size: tokens of a logical page, the same at every dcp. num_blocks: pages, block 0 included
     (default: what memory holds). max_model_len: default the smaller of the model's positions and the pool.
     max_num_seqs: requests at a time (16 on CPU, else 128). max_num_batched_tokens: tokens of a step (512 on CPU, else
-    2048). dtype: "auto" is float32 on CPU, else bfloat16. kv_cache_dtype: "auto" is the same. enable_prefix_caching:
-    whether whole pages of tokens that were computed before are reused. speculative_config: None, or {"method": "mtp",
+    2048). dtype: "auto" is float32 on CPU, else bfloat16. kv_cache_dtype: "auto" is the same. kernels: implementations by
+    name that differ from the platform's, see `Kernels`. enable_prefix_caching: whether whole pages are reused. speculative_config: None, or {"method": "mtp",
     "num_speculative_tokens": k (1), "draft_kv": "sharded" or "replicated", "acceptance": "coupled" (the text is the one
     without drafts) or "rejection" (the same distribution), "pin": None or a mean acceptance length to force in
     benchmarks, "adaptive": whether steps may use fewer drafts (False)}. dcp_debug: a line a layer from every device on
@@ -94,6 +94,7 @@ class LLM:
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         kv_cache_memory_bytes: int | None = None,
+        kernels: dict[str, Any] | None = None,
         enable_prefix_caching: bool = True,
         speculative_config: dict[str, Any] | None = None,
         dcp_debug: bool = False,
@@ -126,6 +127,7 @@ class LLM:
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
+            kernels=kernels,
         )
         self.name = "tiny" if model is None else folder.resolve().name
         self.tokenizer = _load_tokenizer(folder, tokenizer, chat_template)

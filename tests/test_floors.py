@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 FLOORS = {
     0: ("dcpjax.errors", "dcpjax.layout", "dcpjax.mesh", "dcpjax.quant"),
     1: ("dcpjax.host", "dcpjax.pallas_kernels", "dcpjax.text"),
-    2: ("dcpjax.batch", "dcpjax.cache", "dcpjax.collectives", "dcpjax.sampling"),
+    2: ("dcpjax.batch", "dcpjax.cache", "dcpjax.collectives", "dcpjax.kernels", "dcpjax.sampling"),
     3: ("dcpjax.attention", "dcpjax.moe"),
     4: ("models",),
     5: ("dcpjax.build", "dcpjax.capacity", "dcpjax.runner", "dcpjax.spec", "dcpjax.step", "dcpjax.trace"),

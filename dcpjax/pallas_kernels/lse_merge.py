@@ -4,8 +4,13 @@ A *part* is the softmax-weighted output of one rank (or tile) over its own keys,
 Source: online softmax (Milakov and Gimelshein, 2018), applied across parts.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+from dcpjax.pallas_kernels import lse_merge_triton
+from dcpjax.pallas_kernels.lse_merge_triton import MergeConfig
 
 
 def merge_parts(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -34,3 +39,32 @@ def weigh(out: jax.Array, weight: jax.Array) -> jax.Array:
     """`out […, L]` times `weight […]` in float32; exactly 0 where the weight is 0, whatever `out` holds there."""
     weight = weight[..., None]
     return jnp.where(weight > 0, out.astype(jnp.float32) * weight, 0.0)
+
+
+def pack_parts(out: jax.Array, lse: jax.Array) -> jax.Array:
+    """`out [T, H, L]` and its `lse [T, H]` float32 in one array of words `[T, H, L + n]`, bit for bit.
+
+    uint32 words for a float32 output, else uint16; the LSE is the last one or two. One array is one collective.
+    """
+    word = jnp.uint32 if out.dtype == jnp.float32 else jnp.uint16
+    lse_words = jax.lax.bitcast_convert_type(lse.astype(jnp.float32), word).reshape(*lse.shape, -1)
+    return jnp.concatenate([jax.lax.bitcast_convert_type(out, word), lse_words], axis=-1)
+
+
+def merge_packed(
+    packed: jax.Array, width: int, dtype: Any, *, out_dtype: Any = jnp.float32, config: MergeConfig | None = None,
+    backend: str = "xla",
+) -> jax.Array:  # fmt: skip
+    """Merges axis 0 of `packed [N, T, H, words]`, parts of `dtype` from `pack_parts`, to `[T, H, width]` out_dtype.
+
+    backend: "xla", "triton" (GPUs), or "interpret": that kernel on any platform, slowly. Raises `NotImplementedError`
+    where the kernel has not the width.
+    """
+    if backend != "xla":
+        if config is None:
+            config = MergeConfig.choose(packed.shape[1] * packed.shape[2], width, backend == "interpret")
+        return lse_merge_triton.merge_packed(packed, width=width, dtype=dtype, out_dtype=out_dtype, config=config)
+    parts = jax.lax.bitcast_convert_type(packed[..., :width], dtype)
+    tail = packed[..., width:]
+    lse = jax.lax.bitcast_convert_type(tail[..., 0] if packed.dtype == jnp.uint32 else tail, jnp.float32)
+    return merge_parts(parts, lse)[0].astype(out_dtype)

@@ -1,13 +1,18 @@
 """Sparse MLA over cached rows: absorbed attention of each token over its own list of rows, with LSE.
 
 The absorbed form has one key/value head: a cache row is `[latent | rotated key]`, the key is the whole row and the value
-its first `value_width` entries (DeepSeek-V2, section 2.1). This is the XLA reference; it runs on every platform.
+its first `value_width` entries (DeepSeek-V2, section 2.1). The reference here runs on every platform.
 """
 
+import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from dcpjax.pallas_kernels.cache_write import unpack_latent
+from dcpjax.pallas_kernels.sparse_mla_triton import SparseMLAConfig, sparse_mla_triton
 
 # Bytes of gathered rows held at once; more tokens are taken tile by tile.
 _TILE_BYTES = 1 << 26
@@ -22,15 +27,32 @@ def sparse_mla(
     *,
     value_width: int,
     scale: float,
+    out_dtype: Any = jnp.float32,
+    config: SparseMLAConfig | None = None,
+    backend: str = "xla",
+    invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of `q [T, H, W]` over the first `count [T]` entries of `rows [T, K]` in `pool [layers, rows, W]`.
 
-    Returns `out [T, H, value_width]` float32 and the natural-log LSE `[T, H]` float32. A token with count 0 gives
+    `pool` may also be `[layers, rows, words]` uint32, records of `cache_write.pack_latent`.
+    Returns `out [T, H, value_width]` in out_dtype and the natural-log LSE `[T, H]` float32. A token with count 0 gives
     exactly 0 and −inf. Entries of `rows` past the count may hold anything; what lies in the pool there is not read.
+
+    backend: "xla", "triton" (GPUs), or "interpret": the Triton kernel on any platform, slowly. config: of the kernel, by
+    default the one measured best for the shape. invariant: the kernel's bits for a token do not depend on the others.
+    Raises `NotImplementedError` where the backend has not the shape or the dtype.
     """
+    if backend != "xla":
+        if config is None:
+            config = SparseMLAConfig.choose(q.shape[0], q.shape[1], rows.shape[1], invariant)
+        config = dataclasses.replace(config, interpret=backend == "interpret")
+        return sparse_mla_triton(
+            q, pool, layer, rows, count, value_width=value_width, scale=scale, out_dtype=out_dtype, config=config
+        )
 
     def some(q, rows, count):
-        return _attend(q, pool, layer, rows, count, value_width, scale)
+        out, lse = _attend(q, pool, layer, rows, count, value_width, scale)
+        return out.astype(out_dtype), lse
 
     tile = _tile(rows.shape, pool)
     if tile == rows.shape[0]:
@@ -52,7 +74,10 @@ def _tile(shape: tuple[int, int], pool: jax.Array) -> int:
 
 def _attend(q, pool, layer, rows, count, value_width, scale):
     valid = jnp.arange(rows.shape[1])[None, :] < count[:, None]
-    keys = pool[layer, jnp.where(valid, rows, 0)].astype(q.dtype)
+    keys = pool[layer, jnp.where(valid, rows, 0)]
+    if pool.dtype == jnp.uint32:
+        keys = unpack_latent(keys, value_width, q.shape[2] - value_width)
+    keys = keys.astype(q.dtype)
     # Rows that are not selected may hold anything, NaN included.
     keys = jnp.where(valid[..., None], keys, 0)
     highest = jax.lax.Precision.HIGHEST

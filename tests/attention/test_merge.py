@@ -175,9 +175,9 @@ def test_backend_names_are_checked():
 BAD = (0.0, np.inf, np.nan)
 
 
-def broken_kernel(q, pool, layer, rows, count, *, value_width, scale):
+def broken_kernel(q, pool, layer, rows, count, *, value_width, scale, **choice):
     """A kernel whose tokens without keys report NaN output and a wrong LSE: 0, +inf and NaN in turn."""
-    out, lse = sparse_mla(q, pool, layer, rows, count, value_width=value_width, scale=scale)
+    out, lse = sparse_mla(q, pool, layer, rows, count, value_width=value_width, scale=scale, **choice)
     bad = jnp.array(BAD)[jnp.arange(len(count)) % 3]
     empty = count == 0
     return jnp.where(empty[:, None, None], jnp.nan, out), jnp.where(empty[:, None], bad[:, None], lse)

@@ -1,0 +1,71 @@
+"""Which implementation serves each operation: the only place where a platform decides it.
+
+Nothing else asks for the platform, and nothing falls back: a kernel that has not a shape raises `NotImplementedError`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from dcpjax.errors import ConfigError
+from dcpjax.pallas_kernels.sparse_mla_triton import has_widths
+
+CHOICES = {
+    "sparse_mla": ("xla", "triton", "interpret"),
+    "merge": ("xla", "triton", "interpret"),
+    "indexer": ("xla", "triton"),
+    "topk": ("xla", "triton"),
+    "experts": ("xla", "triton", "mosaic"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """An implementation for each operation: "xla" everywhere, "triton" and "mosaic" on GPUs, "interpret" for tests.
+
+    sparse_mla: attention over selected rows. merge: the sum of ranks' parts after an all-to-all. indexer, topk: scores
+    and selection. experts: routed experts. invariant: lists are split at fixed places, so that the bits of a token's
+    attention do not depend on the tokens beside it. Raises `ConfigError` for other names.
+    """
+
+    sparse_mla: str = "xla"
+    merge: str = "xla"
+    indexer: str = "xla"
+    topk: str = "xla"
+    experts: str = "xla"
+    invariant: bool = False
+
+    def __post_init__(self):
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"kernels: {name} {getattr(self, name)!r} is not known; use one of {', '.join(allowed)}"
+                )
+        if not isinstance(self.invariant, bool):
+            raise ConfigError(f"kernels: invariant {self.invariant!r} must be true or false")
+
+    @classmethod
+    def for_platform(cls, platform: str, dtype: Any, kv_rank: int, rope_dim: int) -> "Kernels":
+        """What measured best: kernels on NVIDIA GPUs in bfloat16, for rows whose widths the kernel has.
+
+        Float32 is for checks, where XLA's full products are what others are checked against.
+        """
+        if platform not in ("gpu", "cuda") or dtype != jnp.bfloat16:
+            return cls()
+        return cls(sparse_mla="triton" if has_widths(kv_rank, rope_dim) else "xla", merge="triton")
+
+    def replaced(self, choices: Mapping[str, Any] | None) -> "Kernels":
+        """With the user's choices by name. Raises `ConfigError`."""
+        choices = dict(choices or {})
+        known = [field.name for field in dataclasses.fields(self)]
+        unknown = sorted(choices.keys() - set(known))
+        if unknown:
+            raise ConfigError(f"kernels: {', '.join(map(str, unknown))} not known; the names are {', '.join(known)}")
+        return dataclasses.replace(self, **choices)
+
+    def describe(self) -> str:
+        """One line for a log."""
+        line = ", ".join(f"{name} {getattr(self, name)}" for name in CHOICES)
+        return line + ("; sparse_mla splits at fixed places" if self.invariant else "")
