@@ -2,7 +2,7 @@
 
 import argparse
 
-from dcpjax.bench import cache, dispatch, prefix, seed_table
+from dcpjax.bench import cache, dispatch, kernels, prefix, seed_table
 
 
 def main() -> None:
@@ -14,6 +14,7 @@ def main() -> None:
         commands.add_parser("seed-table", help="capacity, hits, acceptance and speed of every layout")
     )
     prefix.add_arguments(commands.add_parser("prefix", help="time to the first token with 90 % of a prompt shared"))
+    kernels.add_arguments(commands.add_parser("kernels", help="times of every kernel beside XLA"))
     args = parser.parse_args()
     args.run(args)
 

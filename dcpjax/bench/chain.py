@@ -24,14 +24,18 @@ def chain_us(fn: Callable[..., Any], args: tuple[Any, ...], calls: int = 78, rou
             first, out = jax.lax.optimization_barrier((first, out))
         return out
 
-    program = jax.jit(many).lower(*args).compile()
+    return run_us(jax.jit(many).lower(*args).compile(), args, rounds) / calls
+
+
+def run_us(program: Callable[..., Any], args: tuple[Any, ...], rounds: int = 5) -> float:
+    """Microseconds of a compiled program: the least of `rounds` runs after one that is not counted."""
     jax.block_until_ready(program(*args))
     best = float("inf")
     for _ in range(rounds):
         begin = time.perf_counter()
         jax.block_until_ready(program(*args))
         best = min(best, time.perf_counter() - begin)
-    return best / calls * 1e6
+    return best * 1e6
 
 
 def row(name: str, arm: str, us: float, nbytes: float, predicted_us: float, **shape: Any) -> dict[str, Any]:
