@@ -65,6 +65,31 @@ def ids(size: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, small.VOCAB, size).tolist()
 
 
+# --- what is drafted ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("draft_kv", ["sharded", "replicated"])
+def test_the_engine_drafts_what_the_recursive_draft_says(folder, draft_kv, share):
+    """Iterations that share a selection, and those that write provisional rows and select anew: as `LLM.draft`, which
+    the recorded outputs of the reference library check. Also further on, behind accepted and rejected drafts."""
+    overrides = {"index_share_for_mtp_iteration": share}
+    llm = make(folder, speculative={"draft_kv": draft_kv}, hf_overrides=overrides, enable_prefix_caching=False)
+    seen = 0
+    for seed, size in ((1, 9), (2, 21), (3, 2 * PAGE)):
+        request = llm.engine.add(ids(size, seed), GREEDY)
+        while llm.engine.has_work:
+            llm.engine.step_sync()
+            if request.status == "running" and request.output:
+                drafts = np.asarray(llm.runner.state.drafts[request.row])
+                known = request.prompt + request.output
+                room = request.limit - len(known)  # no draft row lies at or past the limit
+                want = llm.draft(known[:-1], K).tokens
+                assert drafts[:room].tolist() == want[:room].tolist(), (seed, len(request.output))
+                seen += 1
+    assert seen > 20 and llm.engine.stats.acceptance.accepted[0] > 0
+
+
 # --- the draft after a hit --------------------------------------------------------------------------------------------
 
 
