@@ -24,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints a line a figure, as each part ends."""
+    """Prints a line a figure as soon as it is known."""
     print(f"{len(jax.devices())} × {jax.devices()[0].device_kind}, jax {jax.__version__}")
     rows = []
     for part in args.only:
-        rows += (new := PARTS[part]())
-        for row in new:
+        for row in PARTS[part]():
             print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1))
+            rows.append(row)
+            if args.json:
+                args.json.write_text(json.dumps(rows, indent=1))

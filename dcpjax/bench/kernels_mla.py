@@ -6,6 +6,7 @@ launch, of which there are two where lists are split.
 
 import concurrent.futures
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ RECORD_BYTES = {"bfloat16": 1152, "fp8": 656}
 def measure(
     tokens: tuple[int, ...] = TOKENS, heads: tuple[int, ...] = HEADS, counts: tuple[int, ...] = COUNTS,
     arms: tuple[str, ...] = ("triton", "xla"), layers: int = LAYERS, num_rows: int = ROWS,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row for every number of tokens and heads, length of lists, kind of records and arm. Lists are random."""
     pools = {"bfloat16": _pool(layers, num_rows)}
     pools["fp8"] = jax.jit(pack_latent, static_argnums=1)(pools["bfloat16"], VALUE)
@@ -46,7 +47,6 @@ def measure(
         args = (*_inputs(b, h, n, num_rows), pools[kind])
         return calls, args, jax.jit(functools.partial(_chain, arm, n, calls)).lower(*args).compile()
 
-    rows = []
     with concurrent.futures.ThreadPoolExecutor() as workers:
         for case, (calls, args, program) in zip(cases, workers.map(compiled, cases), strict=True):
             arm, kind, b, h, n = case
@@ -55,8 +55,7 @@ def measure(
             floor = max(nbytes / READ_CEILING, 2 * b * h * n * (2 * VALUE + ROPE) / MATRIX_RATE) * 1e6
             launches = 1 if SparseMLAConfig.choose(b, h, n).splits == 1 else 2
             shape = {"tokens": b, "heads": h, "count": n, "records": kind}
-            rows.append(row("sparse mla", arm, us, nbytes, floor + 3 * launches, **shape))
-    return rows
+            yield row("sparse mla", arm, us, nbytes, floor + 3 * launches, **shape)
 
 
 def _chain(arm: str, expected: int, calls: int, q, rows, count, pool):

@@ -25,9 +25,9 @@ class MergeConfig:
 
     @classmethod
     def choose(cls, rows: int, width: int, interpret: bool = False) -> "MergeConfig":
-        """Few rows are cut finer, so that there are programs for the whole chip."""
-        if rows <= 512:
-            return cls(rows=1, width=min(128, width), warps=1, interpret=interpret)
+        """What was fastest on an H200: few rows are cut finer, so that there are programs for the whole chip."""
+        if rows <= 2048:
+            return cls(rows=1, width=min(128 if rows <= 128 else 256, width), warps=1, interpret=interpret)
         return cls(rows=4, width=width, warps=4, interpret=interpret)
 
 

@@ -6,6 +6,7 @@ of Milakov and Gimelshein (2018); splits are merged by LSE in a second kernel, i
 
 import dataclasses
 import math
+import sys
 from typing import Any
 
 import jax
@@ -40,22 +41,36 @@ class SparseMLAConfig:
     def choose(
         cls, tokens: int, heads: int, width: int, invariant: bool = False, interpret: bool = False
     ) -> "SparseMLAConfig":
-        """Measured on an H200 for lists of `width` rows. `invariant`: the same for every number of tokens."""
+        """What was fastest on an H200 for lists of 512 and 2048 rows. `invariant`: the same for every number of tokens.
+
+        `width`: rows that a list may be expected to hold; no more splits are made than there are tiles in it.
+        """
         if invariant:
             return cls(split_rows=_INVARIANT_ROWS, heads=16 if heads < 32 else 32, interpret=interpret)
-        if heads < 32:
-            splits = 32 if tokens <= 2 else 16 if tokens <= 8 else 8 if tokens <= 32 else 2
-            return cls(splits=splits, heads=16, interpret=interpret)
-        if tokens <= 2:
-            return cls(splits=32, heads=16, stages=1, interpret=interpret)
-        if tokens <= 32:
-            return cls(splits=16 if tokens <= 8 else 8, heads=32, interpret=interpret)
-        return cls(splits=2 if tokens <= 64 else 1, heads=min(64, _floor_power(heads)), warps=8, interpret=interpret)
+        table = next(table for most, table in _FASTEST if heads <= most)
+        splits, block, warps, stages = next(best for most, *best in table if tokens <= most)
+        splits = max(1, min(splits, pl.cdiv(width, cls.rows)))
+        return cls(splits=splits, heads=block, warps=warps, stages=stages, interpret=interpret)
 
 
-def _floor_power(n: int) -> int:
-    """The largest power of two up to n."""
-    return 1 << (n.bit_length() - 1)
+_ANY = sys.maxsize
+# Up to so many heads: up to so many tokens: splits, heads of a program, warps, stages.
+_FASTEST = (
+    (24, ((2, 32, 16, 8, 1), (32, 16, 16, 4, 2), (96, 4, 16, 4, 2), (192, 2, 16, 4, 2), (_ANY, 1, 16, 4, 2))),
+    (
+        48,
+        (
+            (2, 32, 16, 8, 1),
+            (8, 16, 16, 4, 2),
+            (32, 8, 16, 4, 2),
+            (96, 4, 32, 4, 2),
+            (192, 2, 32, 4, 2),
+            (_ANY, 1, 32, 4, 2),
+        ),
+    ),
+    (96, ((2, 32, 16, 8, 2), (8, 16, 16, 4, 2), (32, 8, 32, 4, 2), (96, 2, 32, 4, 3), (_ANY, 1, 64, 8, 3))),
+    (_ANY, ((2, 16, 16, 8, 2), (8, 8, 32, 4, 2), (32, 4, 32, 4, 2), (_ANY, 1, 32, 4, 2))),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +95,7 @@ class _Packed:
 
     value: int
     rope: int
+    interpret: bool
 
     @property
     def columns(self) -> tuple[tuple[int, int], ...]:
@@ -91,8 +107,7 @@ class _Packed:
         words = pool[rows, pl.ds(0, quarter)]
         pieces = []
         for i in range(4):
-            byte = ((words >> (8 * i)) & 0xFF).astype(jnp.uint8)
-            key = jax.lax.bitcast_convert_type(byte, jnp.float8_e4m3fn).astype(jnp.bfloat16)
+            key = _byte(words, i) if self.interpret else _byte_in_ptx(words, i)
             scale = pool[rows, quarter + i * quarter * groups // self.value]
             pieces.append((key, jax.lax.bitcast_convert_type(scale, jnp.float32)))
         words = pool[rows, pl.ds(quarter + groups, half)]
@@ -102,13 +117,44 @@ class _Packed:
         return pieces
 
 
+def _byte(words, i):
+    """Byte i of words as float8_e4m3fn, in bfloat16."""
+    byte = ((words >> (8 * i)) & 0xFF).astype(jnp.uint8)
+    return jax.lax.bitcast_convert_type(byte, jnp.float8_e4m3fn).astype(jnp.bfloat16)
+
+
+def _byte_in_ptx(words, i):
+    """`_byte` for two words at a time: sign, exponent and fraction in their places in bfloat16 are 2⁻¹²⁰ times the value.
+
+    Conversions would take several times as long as the products they feed. NaN is read as 480.
+    """
+    select = (4 + i) << 12 | (4 + i) << 8 | i << 4 | i  # byte i of the first word, twice, and of the second
+    asm = f"""
+    {{
+        .reg .b32 both, low, big;
+        prmt.b32 both, $1, $2, {select:#06x};
+        shr.b32 low, both, 4;
+        and.b32 low, low, 0x07f007f0;
+        and.b32 both, both, 0x80008000;
+        or.b32 both, both, low;
+        mov.b32 big, 0x7b807b80;
+        mul.rn.bf16x2 $0, both, big;
+    }}
+    """
+    (key,) = plt.elementwise_inline_asm(
+        asm, args=[words], constraints="=r,r,r", pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)],
+    )  # fmt: skip
+    return key
+
+
 def sparse_mla_triton(
     q: jax.Array, pool: jax.Array, layer: jax.Array | int, rows: jax.Array, count: jax.Array, *,
     value_width: int, scale: float, out_dtype: Any, config: SparseMLAConfig,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The kernel behind `sparse_mla`, with its arguments. Raises `NotImplementedError` for shapes that it has not."""
     tokens, heads, _ = q.shape
-    record = _record(q, pool, value_width)
+    record = _record(q, pool, value_width, config.interpret)
     num_rows = pool.shape[1]
     width = pl.cdiv(rows.shape[1], config.rows) * config.rows
     if width != rows.shape[1]:
@@ -202,7 +248,7 @@ def has_widths(value_width: int, rope: int) -> bool:
     return all(width >= 16 and width & (width - 1) == 0 for width in (value_width, rope))
 
 
-def _record(q: jax.Array, pool: jax.Array, value_width: int) -> _Plain | _Packed:
+def _record(q: jax.Array, pool: jax.Array, value_width: int, interpret: bool) -> _Plain | _Packed:
     """How the pool's rows are read. Raises `NotImplementedError`."""
     rope = q.shape[2] - value_width
     if not has_widths(value_width, rope):
@@ -216,7 +262,7 @@ def _record(q: jax.Array, pool: jax.Array, value_width: int) -> _Plain | _Packed
                 f"sparse MLA in Triton takes packed records of 64 to {4 * GROUP} latent values and a rotated key of 32 "
                 f"or more, got {value_width} and {rope}: use backend 'xla'"
             )
-        return _Packed(value_width, rope)
+        return _Packed(value_width, rope, interpret)
     if pool.dtype != q.dtype or q.dtype not in (jnp.bfloat16, jnp.float32) or pool.shape[2] != q.shape[2]:
         raise NotImplementedError(
             f"sparse MLA in Triton takes bfloat16 or float32 queries with rows like them, or bfloat16 ones with packed "

@@ -66,7 +66,8 @@ class Case:
 
     def check(self, out, lse, close):
         want = self.want()
-        np.testing.assert_allclose(np.asarray(out, np.float64), want[0], atol=close, rtol=0)
+        # Parts in bfloat16 are rounded by up to 2⁻⁹ of themselves.
+        np.testing.assert_allclose(np.asarray(out, np.float64), want[0], atol=close, rtol=0 if close < 1e-3 else 2**-8)
         np.testing.assert_allclose(lse, want[1], atol=2e-5, rtol=1e-5)
         empty = self.count == 0
         assert empty.any()
