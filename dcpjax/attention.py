@@ -22,7 +22,7 @@ from dcpjax.mesh import MeshPlan
 from dcpjax.pallas_kernels.indexer_scores import indexer_scores
 from dcpjax.pallas_kernels.lse_merge import merge_parts
 from dcpjax.pallas_kernels.sparse_mla import SparseMLAConfig, sparse_mla
-from dcpjax.pallas_kernels.topk import NO_SLOT, merge_candidates, topk_candidates
+from dcpjax.pallas_kernels.topk import NO_SLOT, merge_candidates, topk_candidates, topk_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Selection:
 
 def select(
     q: jax.Array, weight: jax.Array, index: Pool, layer: jax.Array | int, latent: Pool, batch: ForwardBatch,
-    topk: int, first_slot: int, plan: MeshPlan,
+    topk: int, first_slot: int, plan: MeshPlan, kernels: Kernels = Kernels(),
 ) -> Selection:  # fmt: skip
     """Exact global top-k of the indexer's scores over the visible slots `first_slot … batch.slots[t]`.
 
@@ -63,16 +63,15 @@ def select(
 
     def body(q, weight, data, batch):
         rank = collectives.rank(layout)
-        score = indexer_scores(q, weight, data, layer, batch.pages, batch.row_of)
-        slot = layout.slot(jnp.arange(score.shape[1]), rank)
-        visible = (slot >= first_slot) & (slot <= batch.slots[:, None])
-        score, slots = topk_candidates(jnp.where(visible, score, -jnp.inf), slot, topk)
+        score, slot = _scores(q, weight, data, layer, batch, layout, rank, first_slot, kernels.indexer)
         if layout.shards > 1:
+            score, slots = topk_candidates(score, slot, topk, backend=kernels.topk)
             packed = jnp.stack([jax.lax.bitcast_convert_type(score, jnp.int32), slots])
             packed = collectives.gather_ranks(packed, axis=2)
             score = jax.lax.bitcast_convert_type(packed[0], jnp.float32)
-            slots = packed[1]
-        slots = merge_candidates(score, slots, topk)
+            slots = merge_candidates(score, packed[1], topk, backend=kernels.topk)
+        else:
+            slots = topk_slots(score, slot, topk, backend=kernels.topk)
         rows, count = _own_rows(slots, latent, batch)
         return slots, rows[None], count[None]
 
@@ -85,6 +84,19 @@ def select(
             (whole, plan.spec(ranks), plan.spec(ranks)),
         )(q, weight, index.data, batch)
     )
+
+
+def _scores(q, weight, data, layer, batch, layout, rank, first_slot, backend):
+    """Scores `[T, columns]` on this rank, −inf where a slot is not visible, and the columns' slots, ascending."""
+    if backend == "xla":
+        score = indexer_scores(q, weight, data, layer, batch.pages, batch.row_of)
+        slot = layout.slot(jnp.arange(score.shape[1]), rank)
+        visible = (slot >= first_slot) & (slot <= batch.slots[:, None])
+        return jnp.where(visible, score, -jnp.inf), slot
+    # The visible slots are one range, and so are their columns; the kernel reads nothing beyond it.
+    visible = (layout.local_len(first_slot, rank), layout.local_len(batch.slots + 1, rank))
+    score = indexer_scores(q, weight, data, layer, batch.pages, batch.row_of, visible=visible, backend=backend)
+    return score, layout.slot(jnp.arange(score.shape[1]), rank)
 
 
 def _own_rows(slots: jax.Array, pool: Pool, batch: ForwardBatch) -> tuple[jax.Array, jax.Array]:

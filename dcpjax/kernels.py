@@ -15,9 +15,9 @@ from dcpjax.pallas_kernels.sparse_mla_triton import has_widths
 CHOICES = {
     "sparse_mla": ("xla", "triton", "interpret"),
     "merge": ("xla", "triton", "interpret"),
-    "indexer": ("xla", "triton"),
-    "topk": ("xla", "triton"),
-    "experts": ("xla", "triton", "mosaic"),
+    "indexer": ("xla", "triton", "interpret"),
+    "topk": ("xla", "triton", "interpret"),
+    "experts": ("xla", "triton", "mosaic", "interpret"),
 }
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from dcpjax import collectives
 from dcpjax.mesh import MeshPlan
+from dcpjax.pallas_kernels.experts import experts_ffn, fitting
 from dcpjax.quant import einsum, linear
 
 
@@ -69,36 +70,22 @@ def experts_everywhere(x, experts, weight, gate, up, down):
     return einsum("tei,edi->td", hidden * share[..., None].astype(x.dtype), down)
 
 
-def experts_grouped(x, experts, weight, gate, up, down):
-    """Tokens sorted by expert, one grouped product a matrix: work grows with the experts chosen (GPU)."""
-    tokens, per_token = experts.shape
-    order = jnp.argsort(experts.reshape(-1), stable=True)
-    sizes = jnp.bincount(experts.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
-    rows = x[order // per_token]
-
-    def product(rows, w):
-        return jax.lax.ragged_dot(
-            rows,
-            w.swapaxes(1, 2).astype(rows.dtype),
-            sizes,
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=rows.dtype,
-        )
-
-    hidden = jax.nn.silu(product(rows, gate)) * product(rows, up)
-    out = product(hidden, down) * weight.reshape(-1)[order][:, None].astype(x.dtype)
-    return jnp.zeros((tokens, x.shape[1]), out.dtype).at[order // per_token].add(out)
-
-
 def moe_ffn(
     x: jax.Array, experts: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array,
-    shared_gate: jax.Array, shared_up: jax.Array, shared_down: jax.Array, plan: MeshPlan,
+    shared_gate: jax.Array, shared_up: jax.Array, shared_down: jax.Array, plan: MeshPlan, backend: str = "xla",
 ) -> jax.Array:  # fmt: skip
-    """Routed experts plus the shared one on `x [T, D]`; expert stacks `[E, I, D]`, `[E, I, D]`, `[E, D, I]`."""
-    run = experts_everywhere if plan.platform == "cpu" else experts_grouped
+    """Routed experts plus the shared one on `x [T, D]`; expert stacks `[E, I, D]`, `[E, I, D]`, `[E, D, I]`.
+
+    `backend`: of `experts_ffn`, which serves as many tokens and as wide experts as its kernel has.
+    """
 
     def body(x, experts, weight, gate, up, down, *shared):
-        return collectives.sum_devices(run(x, experts, weight, gate, up, down) + swiglu(x, *shared))
+        if backend == "xla" and plan.platform == "cpu":
+            routed = experts_everywhere(x, experts, weight, gate, up, down)
+        else:
+            chosen = fitting(backend, x.shape, gate.shape[1], x.dtype)
+            routed = experts_ffn(x, experts, weight, gate, up, down, backend=chosen)
+        return collectives.sum_devices(routed + swiglu(x, *shared))
 
     into, out, whole = plan.spec("width", None), plan.spec(None, "width"), plan.spec()
     stack_into, stack_out = plan.spec(None, "width", None), plan.spec(None, None, "width")

@@ -144,7 +144,9 @@ def _select(layers, at, a, q_low, cache, batch, net):
         q, k, weight = plan.constrain(q), plan.constrain(k), plan.constrain(weight)
     cache = cache.replace(index=cache.index.write(at, k, batch.write_slots, plan))
     with jax.named_scope("attention"):
-        chosen = attention.select(q, weight, cache.index, at, cache.latent, batch, ix.topk, cache.first_slot, plan)
+        chosen = attention.select(
+            q, weight, cache.index, at, cache.latent, batch, ix.topk, cache.first_slot, plan, net.options.kernels
+        )
     return cache, chosen
 
 
@@ -168,7 +170,8 @@ def _ffn(layers: Layers, kind: LayerKind, place: Place, x: jax.Array, net: Netwo
         norm_topk=m.norm_topk,
         scale=m.scale,
     )
-    return moe.moe_ffn(x, experts, weight, w.gate, w.up, w.down, w.shared_gate, w.shared_up, w.shared_down, net.plan)
+    stacks = w.gate, w.up, w.down, w.shared_gate, w.shared_up, w.shared_down
+    return moe.moe_ffn(x, experts, weight, *stacks, net.plan, net.options.kernels.experts)
 
 
 def logits(params: Params, hidden: jax.Array, net: Network) -> jax.Array:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dcpjax.bench.chain import READ_CEILING, chain_us, row
-from dcpjax.pallas_kernels.indexer_scores import SCALE_BYTES, indexer_scores
+from dcpjax.pallas_kernels.indexer_scores import indexer_scores, pack_keys
 
 HEADS, DIM, PAGE = 32, 128, 64
 SHAPES = tuple((b, length) for b in (1, 16, 64) for length in (2**15, 2**17, 2**20))
@@ -30,7 +30,7 @@ def measure(
                     def call(q, weight, pool, pages, row_of, end, arm=arm):
                         return indexer_scores(q, weight, pool, 0, pages, row_of, visible=(0, end), backend=arm)
 
-                    nbytes = requests * length * (DIM + SCALE_BYTES if fp8 else 2 * DIM)
+                    nbytes = requests * length * (DIM + 4 if fp8 else 2 * DIM)
                     calls = 78 if arm == "triton" and nbytes < 2**31 else 4
                     us = chain_us(call, args, calls)
                     shape = {"requests": requests, "length": length, "queries": count, "keys": "fp8" if fp8 else "bf16"}
@@ -48,10 +48,7 @@ def inputs(requests: int, length: int, queries: int, fp8: bool) -> tuple[jax.Arr
     shape = (1, pages, PAGE, DIM)
     pool = jax.random.normal(next(key), shape, jnp.bfloat16)
     if fp8:
-        scale = jnp.ones((*shape[:3], 1), jnp.float32)
-        parts = (pool.astype(jnp.float8_e4m3fn), scale)
-        parts = [jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*shape[:3], -1) for x in parts]
-        pool = jnp.concatenate(parts, axis=-1)
+        pool = pack_keys(pool)
     table = jax.random.permutation(next(key), pages).astype(jnp.int32).reshape(requests, -1)
     row_of = jnp.repeat(jnp.arange(requests, dtype=jnp.int32), queries)
     return q, weight, pool, table, row_of, jnp.full(tokens, length - 5, jnp.int32)

@@ -6,11 +6,27 @@ the kernel.
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
 from dcpjax.pallas_kernels.experts_triton import MOST_TOKENS, ExpertsConfig, experts_triton
 
-__all__ = ["MOST_TOKENS", "ExpertsConfig", "experts_ffn", "experts_ragged"]
+# Blocks of JAX's grouped product for Hopper: columns of the result, and depth of a step along the sum.
+_COLUMNS, _DEPTH = 128, 64
+
+
+def fitting(backend: str, shape: tuple[int, int], inner: int, dtype: jax.typing.DTypeLike) -> str:
+    """The backend that serves `shape` = tokens and width through experts of `inner` hidden values in `dtype`.
+
+    "triton" is meant up to `MOST_TOKENS`, and "mosaic" above and where the triton kernel has not these widths; "xla" is
+    what is left. Others stay what they are.
+    """
+    tokens, width = shape
+    if backend not in ("triton", "mosaic"):
+        return backend
+    if backend == "triton" and tokens <= MOST_TOKENS and width % 16 == 0 and inner % 16 == 0:
+        return "triton"
+    # Both products' results are whole blocks; so are then the sums.
+    whole = width % _COLUMNS == 0 and inner % _COLUMNS == 0
+    return "mosaic" if whole and dtype == jnp.bfloat16 else "xla"
 
 
 def experts_ffn(
@@ -20,25 +36,26 @@ def experts_ffn(
     """`Σ_j weight[t, j] · down_e (silu(gate_e x_t) * (up_e x_t))`, e = `experts[t, j]`: `[T, D]` in x's dtype.
 
     `x [T, D]`; `experts [T, k]` int32, different ones in a row; `weight [T, k]` float32; stacks `gate`, `up [E, I, D]`,
-    `down [E, D, I]`. `backend` is "xla", "triton" (at most `MOST_TOKENS` tokens) or "mosaic" (any number). Raises
-    `NotImplementedError` where the kernel does not serve these shapes.
+    `down [E, D, I]`. `backend` is "xla", "triton" (at most `MOST_TOKENS` tokens; "interpret" for tests) or "mosaic" (any
+    number). Raises `NotImplementedError` where the kernel does not serve these shapes.
     """
-    if backend == "triton":
-        return experts_triton(x, experts, weight, gate, up, down, config)
+    if backend in ("triton", "interpret"):
+        return experts_triton(x, experts, weight, gate, up, down, config, backend == "interpret")
     if backend == "mosaic":
-        return experts_ragged(x, experts, weight, gate, up, down, _mosaic)
-    return experts_ragged(x, experts, weight, gate, up, down, _ragged)
+        return _experts_ragged(x, experts, weight, gate, up, down, _mosaic)
+    return _experts_ragged(x, experts, weight, gate, up, down, _ragged)
 
 
-def experts_ragged(x, experts, weight, gate, up, down, product):
+def _experts_ragged(x, experts, weight, gate, up, down, product):
     """Tokens sorted by expert, and one grouped `product(rows, stack, sizes)` for each matrix."""
     tokens, per_token = experts.shape
     order = jnp.argsort(experts.reshape(-1), stable=True)
     sizes = jnp.bincount(experts.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
     rows = x[order // per_token]
     hidden = jax.nn.silu(product(rows, gate, sizes)) * product(rows, up, sizes)
-    out = product(hidden, down, sizes) * weight.reshape(-1)[order][:, None].astype(x.dtype)
-    return jnp.zeros((tokens, x.shape[1]), out.dtype).at[order // per_token].add(out)
+    # Back in the order of the pairs, for a sum in the same order each time.
+    out = product(hidden, down, sizes)[jnp.argsort(order)].reshape(tokens, per_token, -1)
+    return jnp.sum(out * weight[..., None], axis=1).astype(x.dtype)
 
 
 def _ragged(rows, stack, sizes):
@@ -54,18 +71,21 @@ def _ragged(rows, stack, sizes):
 def _mosaic(rows, stack, sizes):
     """JAX's own grouped product for Hopper."""
     _, out, into = stack.shape
-    if out % 128 or into % 64 or rows.dtype != jnp.bfloat16:
+    if out % _COLUMNS or into % _DEPTH or rows.dtype != jnp.bfloat16:
         raise NotImplementedError(
-            f"the grouped product takes bfloat16 stacks of whole 128 × 64 blocks, not {stack.shape} {rows.dtype}; "
+            f"the grouped product takes bfloat16 stacks of whole {_COLUMNS} × {_DEPTH} blocks, not {stack.shape} {rows.dtype}; "
             "use backend xla"
         )
+    # Not before it is needed: it brings JAX's own test tools along.
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
+
     return ragged_dot_mgpu.ragged_dot(
         rows,
         stack,
         group_sizes=sizes,
         block_m=64,
-        block_n=128,
-        block_k=64,
+        block_n=_COLUMNS,
+        block_k=_DEPTH,
         max_concurrent_steps=6,
         grid_block_n=1,
         transpose_rhs=True,

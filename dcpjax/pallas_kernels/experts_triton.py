@@ -27,10 +27,13 @@ class ExpertsConfig:
     @classmethod
     def choose(cls, tokens: int, inner: int, width: int) -> "ExpertsConfig":
         """For experts of `inner` hidden values between `width` of them."""
+        many = tokens > 32
+        depth = 64 if many else 128
         return cls(
-            into=_fit(32, inner, "hidden values"),
-            out=_fit(64, width, "values"),
-            depth=min(_fit(128, inner, ""), _fit(128, width, "")),
+            into=_fit(64, inner, "hidden values"),
+            out=_fit(128 if many else 64, width, "values"),
+            depth=min(_fit(depth, inner, "hidden values"), _fit(depth, width, "values")),
+            stages=4 if many else 3,
         )
 
 

@@ -1,6 +1,9 @@
 """Scores of the DSA indexer over paged keys: `Σ_j w_j · relu(q_j · k)`. XLA reference, and the choice of the kernel.
 
 Source: DeepSeek-V3.2 sparse attention; GLM-5.2 folds both scale factors into the weights.
+
+An fp8 record is `dim / 4` words of 32 bits and the bits of a float32 scale: byte i of a word is of quarter i of the key,
+so that a kernel takes a record apart by shifts.
 """
 
 import math
@@ -12,8 +15,7 @@ from dcpjax.pallas_kernels.indexer_scores_triton import IndexerConfig, scores_tr
 
 _TILE_BYTES = 1 << 26
 
-# An fp8 record is the key's values, one byte each, and its float32 scale.
-SCALE_BYTES = 4
+_LARGEST = 448.0  # of float8_e4m3fn
 
 
 def indexer_scores(
@@ -32,19 +34,19 @@ def indexer_scores(
     """Scores `[T, P·G]` float32 of `q [T, heads, dim]` with `weight [T, heads]` float32 against a request's keys.
 
     `pool [layers, pages, G, dim]` is this rank's shard, `pages [B, P]` the block tables, `row_of [T]` each token's row
-    of them. Column `p·G + g` is row g of the request's p-th page. A pool of bytes holds records of `dim + 4`: the key in
-    float8_e4m3fn and its float32 scale.
+    of them. Column `p·G + g` is row g of the request's p-th page. A pool of uint32 holds records of `pack_keys`.
 
     `visible` is `(first, end [T])`, int32 columns: token t sees `first ≤ column < end[t]` and gets −inf elsewhere; pages
     past all of them are not read. Without it nothing is masked: keys beyond a request's length give garbage, possibly
     NaN, which the caller replaces.
 
-    `backend` is "xla" or "triton". `queries` is the tokens that share one read of the keys there: the tokens of each row
+    `backend` is "xla", "triton" or, for tests, "interpret". `queries` is the tokens that share one read of the keys there: the tokens of each row
     when all rows have as many (default: T / B, at most 8). It decides speed alone: neighbours that turn out to belong to
     different rows are taken in turn. Raises `NotImplementedError` where the kernel does not serve these arguments.
     """
-    if backend == "triton":
-        return scores_triton(q, weight, pool, layer, pages, row_of, visible, queries, config)
+    if backend != "xla":
+        interpret = backend == "interpret"
+        return scores_triton(q, weight, pool, layer, pages, row_of, visible, queries, config, interpret)
     score = _scores_xla(q, weight, pool, layer, pages, row_of)
     if visible is None:
         return score
@@ -53,10 +55,23 @@ def indexer_scores(
     return jnp.where((column >= first) & (column < end[:, None]), score, -jnp.inf)
 
 
-def unpack(record: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Keys `[…, dim]` in `dtype`, not scaled, and scales `[…]` float32 of fp8 records `[…, dim + 4]` uint8."""
-    key = jax.lax.bitcast_convert_type(record[..., :-SCALE_BYTES], jnp.float8_e4m3fn).astype(dtype)
-    return key, jax.lax.bitcast_convert_type(record[..., -SCALE_BYTES:], jnp.float32)
+def pack_keys(keys: jax.Array) -> jax.Array:
+    """Keys `[…, dim]` → records `[…, dim / 4 + 1]` uint32. The scale is a power of two: packing again loses nothing."""
+    largest = jnp.max(jnp.abs(keys.astype(jnp.float32)), axis=-1, keepdims=True)
+    mantissa, exponent = jnp.frexp(largest / _LARGEST)
+    exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
+    scale = jnp.where(largest > 0, jnp.ldexp(jnp.float32(1), exponent), 1.0)
+    parts = (keys.astype(jnp.float32) / scale).astype(jnp.float8_e4m3fn)
+    quarters = jnp.moveaxis(parts.reshape(*parts.shape[:-1], 4, -1), -2, -1)
+    words = [jax.lax.bitcast_convert_type(x, jnp.uint32) for x in (quarters, scale)]
+    return jnp.concatenate(words, axis=-1)
+
+
+def unpack_keys(records: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Keys `[…, dim]` in `dtype`, not scaled, and scales `[…]` float32 of records `[…, dim / 4 + 1]`."""
+    quarters = jax.lax.bitcast_convert_type(records[..., :-1], jnp.float8_e4m3fn)
+    keys = jnp.moveaxis(quarters, -1, -2).reshape(*records.shape[:-1], -1)
+    return keys.astype(dtype), jax.lax.bitcast_convert_type(records[..., -1], jnp.float32)
 
 
 def _scores_xla(q, weight, pool, layer, pages, row_of):
@@ -68,8 +83,8 @@ def _scores_xla(q, weight, pool, layer, pages, row_of):
     def some(q, weight, row_of):
         keys = pool[layer, pages[row_of]]
         scale = None
-        if pool.dtype == jnp.uint8:
-            keys, scale = unpack(keys, q.dtype)
+        if pool.dtype == jnp.uint32:
+            keys, scale = unpack_keys(keys, q.dtype)
         keys = keys.astype(q.dtype).reshape(keys.shape[0], -1, keys.shape[-1])
         highest = jax.lax.Precision.HIGHEST
         dot = jnp.einsum("thd,tkd->thk", q, keys, precision=highest, preferred_element_type=jnp.float32)

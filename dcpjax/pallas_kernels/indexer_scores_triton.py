@@ -47,8 +47,8 @@ def scores_triton(
 ) -> jax.Array:
     """`indexer_scores` on the Triton backend; see there."""
     tokens, heads, dim = q.shape
-    fp8 = pool.dtype == jnp.uint8
-    check(dim, pool)
+    fp8 = pool.dtype == jnp.uint32
+    check(dim)
     columns = pages.shape[1] * pool.shape[2]
     if queries is None:
         queries = min(max(tokens // pages.shape[0], 1), MOST_QUERIES)
@@ -81,24 +81,30 @@ def scores_triton(
     )(*args)
 
 
-def check(dim: int, pool: jax.Array) -> None:
-    """Raises `NotImplementedError` where the kernel does not serve keys of `dim` values in this pool."""
+def check(dim: int) -> None:
+    """Raises `NotImplementedError` where the kernel does not serve keys of `dim` values."""
     if dim < 16 or dim & (dim - 1):
         raise NotImplementedError(
             f"index keys of {dim} values: the kernel takes powers of two from 16; use backend xla"
         )
-    nbytes = pool.size * pool.dtype.itemsize
-    if pool.dtype == jnp.uint8 and 2**31 <= nbytes <= 2**32:
-        # The backend computes offsets of elements in 32 signed bits unless the array has more than 4 GiB.
-        raise NotImplementedError(
-            f"a pool of {nbytes} bytes, between 2 and 4 GiB, cannot be addressed; change its pages"
-        )
+
+
+def _pieces(queries: int) -> list[range]:
+    """Queries that one product serves: four, two or one, as its columns are a power of two."""
+    pieces, first = [], 0
+    while first < queries:
+        size = next(n for n in (4, 2, 1) if n <= queries - first)
+        pieces.append(range(first, first + size))
+        first += size
+    return pieces
 
 
 def _kernel(q_ref, w_ref, k_ref, pages_ref, row_ref, end_ref, scalar_ref, out_ref, *, group, queries, config, fp8):
     """Program (i, j): columns of chunk i, tokens `j·queries …`."""
     tokens, columns = out_ref.shape
     dim, block = q_ref.shape[2], config.block
+    # Values of a key that one product takes: all of them, or the byte of every word.
+    depth = dim // 4 if fp8 else dim
     base = pl.program_id(0) * (block * config.tiles)
     start = pl.program_id(1) * queries
     page0, first = scalar_ref[0], scalar_ref[1]
@@ -108,9 +114,18 @@ def _kernel(q_ref, w_ref, k_ref, pages_ref, row_ref, end_ref, scalar_ref, out_re
     real = [start + j < tokens for j in range(queries)]
     rows = [row_ref[t] for t in at]
     ends = [jnp.minimum(end_ref[t], columns) for t in at]
-    qs = [q_ref[t, :, :] for t in at]
-    ws = [w_ref[t, :] for t in at]
     exact = jax.lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
+    # 8-bit values are exact in float16, and take one instruction to get there.
+    operand = jnp.float16 if fp8 and q_ref.dtype == jnp.bfloat16 else q_ref.dtype
+    heads = q_ref.shape[1]
+    pieces = []
+    for piece in _pieces(queries):
+        wide = jnp.arange(len(piece) * heads, dtype=jnp.int32)
+        size = jnp.full_like(wide, heads)
+        token = jnp.minimum(start + piece[0] + jax.lax.div(wide, size), tokens - 1)
+        head = jax.lax.rem(wide, size)
+        parts = [q_ref[token, head, pl.ds(i * depth, depth)].astype(operand) for i in range(dim // depth)]
+        pieces.append((piece, parts, w_ref[token, head]))
 
     def put(j, column, value, mine):
         plt.store(out_ref.at[at[j], pl.ds(column, block)], value, mask=(column + lane < columns) & mine & real[j])
@@ -126,14 +141,12 @@ def _kernel(q_ref, w_ref, k_ref, pages_ref, row_ref, end_ref, scalar_ref, out_re
             size = jnp.full((block,), group, jnp.int32)
             where = (page0 + pages_ref[row, jax.lax.div(mine, size)]) * group + jax.lax.rem(mine, size)
             places = where
-        key = k_ref[places, pl.ds(0, dim)]
         if not fp8:
-            return key.astype(q_ref.dtype), None
-        bits = jnp.zeros(block, jnp.int32)
-        for byte in range(4):
-            bits |= k_ref[where, dim + byte].astype(jnp.int32) << (8 * byte)
-        scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
-        return jax.lax.bitcast_convert_type(key, jnp.float8_e4m3fn).astype(q_ref.dtype), scale
+            return [k_ref[places, pl.ds(0, dim)].astype(operand)], None
+        words = k_ref[places, pl.ds(0, depth)]
+        quarters = [((words >> (8 * i)) & 0xFF).astype(jnp.uint8) for i in range(4)]
+        scale = jax.lax.bitcast_convert_type(k_ref[where, depth], jnp.float32)
+        return [jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(operand) for x in quarters], scale
 
     def pass_of(turn, _):
         """The queries whose row is first met at token `turn` of the group."""
@@ -148,14 +161,22 @@ def _kernel(q_ref, w_ref, k_ref, pages_ref, row_ref, end_ref, scalar_ref, out_re
 
         def tile(i, _):
             column = base + i * block
-            key, scale = keys(row, column)
+            parts, scale = keys(row, column)
             place = column + lane
-            for j in range(queries):
-                dot = plt.dot(key, qs[j], trans_b=True, precision=exact)
-                score = jnp.sum(jnp.maximum(dot, 0.0) * ws[j][None, :], axis=1)
-                if scale is not None:
-                    score = score * scale
-                put(j, column, jnp.where((place >= first) & (place < ends[j]), score, -jnp.inf), mine[j])
+            for piece, qs, w in pieces:
+                dot = plt.dot(parts[0], qs[0], trans_b=True, precision=exact)
+                for part, q in zip(parts[1:], qs[1:], strict=True):
+                    dot += plt.dot(part, q, trans_b=True, precision=exact)
+                score = jnp.maximum(dot, 0.0) * w[None, :]
+                score = jnp.sum(score.reshape(block, len(piece), heads), axis=2)
+                for j in piece:
+                    # One column of a few; there is no other way to take it out.
+                    one = jnp.arange(len(piece), dtype=jnp.int32)[None, :] == j - piece[0]
+                    mine_alone = jnp.sum(jnp.where(one, score, 0.0), axis=1)
+                    if scale is not None:
+                        mine_alone = mine_alone * scale
+                    seen = (place >= first) & (place < ends[j])
+                    put(j, column, jnp.where(seen, mine_alone, -jnp.inf), mine[j])
             return ()
 
         def blank(i, _):

@@ -17,16 +17,21 @@ def canonical(score: jax.Array) -> jax.Array:
     return jnp.where(score == 0, 0.0, score)
 
 
+def _has_kernel(score: jax.Array, k: int, backend: str) -> bool:
+    """Whether the kernel selects: not where everything is taken."""
+    return backend != "xla" and k < score.shape[1]
+
+
 def topk_candidates(
     score: jax.Array, slot: jax.Array, k: int, *, config: TopkConfig | None = None, backend: str = "xla"
 ) -> tuple[jax.Array, jax.Array]:
     """The best `k` of `score [T, C]` (−inf: not visible) with slots `[C]` ascending.
 
     Returns scores `[T, k']` and slots `[T, k']`, `k' = min(k, C)`; slot is `NO_SLOT` where fewer are visible. The set is
-    the same whatever the backend ("xla" or "triton"); "xla" orders it by score, "triton" by slot.
+    the same whatever the backend; "xla" orders it by score, "triton" (for tests "interpret") by slot.
     """
-    if backend == "triton" and k < score.shape[1]:
-        column, count = select_triton(score, k, config)
+    if _has_kernel(score, k, backend):
+        column, count = select_triton(score, k, config, backend == "interpret")
         found = jnp.arange(k) < count[:, None]
         column = jnp.where(found, column, 0)
         best = jnp.take_along_axis(canonical(score), column, axis=1)
@@ -40,8 +45,8 @@ def topk_slots(
     score: jax.Array, slot: jax.Array, k: int, *, config: TopkConfig | None = None, backend: str = "xla"
 ) -> jax.Array:
     """The slots `[T, k']` of `topk_candidates`, ascending; `NO_SLOT` fills the rest."""
-    if backend == "triton" and k < score.shape[1]:
-        column, count = select_triton(score, k, config)
+    if _has_kernel(score, k, backend):
+        column, count = select_triton(score, k, config, backend == "interpret")
         found = jnp.arange(k) < count[:, None]
         return jnp.where(found, slot[jnp.where(found, column, 0)], NO_SLOT)
     return jnp.sort(topk_candidates(score, slot, k)[1], axis=1)
@@ -54,14 +59,15 @@ def merge_candidates(
 
     The kernel selects twice: first for the least score that is still in, then the lowest slots among those that have it.
     """
-    if backend == "triton" and k < score.shape[1]:
+    if _has_kernel(score, k, backend):
+        interpret = backend == "interpret"
         score = jnp.where(slot == NO_SLOT, -jnp.inf, canonical(score))
-        column, count = select_triton(score, k, config)
+        column, count = select_triton(score, k, config, interpret)
         best = jnp.take_along_axis(score, jnp.where(jnp.arange(k) < count[:, None], column, 0), axis=1)
         least = jnp.min(best, axis=1, keepdims=True)
         # Slots are below 2^24, exact in float32, and so their order among equals is a score as well.
         tied = jnp.where(score == least, -slot.astype(jnp.float32), -jnp.inf)
-        column, count = select_triton(jnp.where(score > least, jnp.inf, tied), k, config)
+        column, count = select_triton(jnp.where(score > least, jnp.inf, tied), k, config, interpret)
         found = jnp.arange(k) < count[:, None]
         picked = jnp.take_along_axis(slot, jnp.where(found, column, 0), axis=1)
         return jnp.sort(jnp.where(found, picked, NO_SLOT), axis=1)

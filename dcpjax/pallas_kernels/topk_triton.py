@@ -39,10 +39,13 @@ class TopkConfig:
     @classmethod
     def choose(cls, rows: int, columns: int) -> "TopkConfig":
         """For `rows` rows of `columns`: as large chunks as leave every multiprocessor a few programs."""
-        chunk = 2**15
-        while chunk > 1024 and rows * pl.cdiv(columns, chunk) < 4 * 132:
+        chunk = 2**13
+        while chunk > 1024 and rows * pl.cdiv(columns, chunk) < 128:
             chunk //= 2
-        return cls(chunk=chunk)
+        # Measured: more lanes want smaller tables of counts, hence more passes.
+        if chunk == 2**13:
+            return cls(chunk, 1024, (5, 5, 5, 5, 4, 4, 4), 4 if rows >= 64 else 8)
+        return cls(chunk)
 
 
 def select_triton(
@@ -192,9 +195,17 @@ def _compact(x_ref, last_ref, was_ref, before_ref, out_ref, count_ref, *, k, con
         key, inside = _keys(x_ref, column, lane)
         gt = inside & ((key ^ jnp.int32(_SIGN)) > (key_k ^ jnp.int32(_SIGN)))
         eq = (inside & (key == key_k)).astype(jnp.int32)
-        taken = (gt | ((eq > 0) & (ties + jnp.cumsum(eq, axis=0) <= need))).astype(jnp.int32)
+        count = jnp.sum(eq)
+        # Ties are few: their running count is made only where there are any.
+        some_ties = (count > 0) & (ties < need)
+        tied = jax.lax.cond(
+            some_ties,
+            lambda: eq * (ties + jnp.cumsum(eq, axis=0) <= need).astype(jnp.int32),
+            lambda: jnp.zeros_like(eq),
+        )
+        taken = gt.astype(jnp.int32) | tied
         # The others go to a tail of their own.
         out_ref[jnp.where(taken > 0, place + jnp.cumsum(taken, axis=0) - 1, k + lane)] = column + lane
-        return place + jnp.sum(taken), ties + jnp.sum(eq)
+        return place + jnp.sum(taken), ties + count
 
     jax.lax.fori_loop(0, config.chunk // config.lanes, some, (place, ties))

@@ -182,7 +182,7 @@ def batch_of(world: World, queries: Queries, geometry: Geometry, write: np.ndarr
 def _layer(latent, index, rows, keys, q, index_q, weight, batch, first_slot, options, plan):
     latent = latent.write(1, rows, batch.write_slots, plan)
     index = index.write(1, keys, batch.write_slots, plan)
-    chosen = select(index_q, weight, index, 1, latent, batch, TOPK, first_slot, plan)
+    chosen = select(index_q, weight, index, 1, latent, batch, TOPK, first_slot, plan, options.kernels)
     return latent, index, chosen, attend(q, latent, 1, chosen, batch, VALUE, SCALE, options, plan)
 
 
