@@ -153,7 +153,10 @@ def _part(q, flat, layer, rows, count, value_width, scale, kernels, shards=1, dt
     width, config = rows.shape[1], None
     if kernels.sparse_mla != "xla":
         # Lists are as wide as a selection, but hold the share of it that lies here.
-        config = SparseMLAConfig.choose(q.shape[0], q.shape[1], -(-width // shards), kernels.invariant)
+        config = SparseMLAConfig.choose(
+            q.shape[0], q.shape[1], -(-width // shards),
+            packed=flat.dtype == jnp.uint32, invariant=kernels.invariant,
+        )  # fmt: skip
     out, lse = sparse_mla(
         q, flat, layer, rows, count,
         value_width=value_width, scale=scale, out_dtype=dtype, config=config, backend=kernels.sparse_mla,

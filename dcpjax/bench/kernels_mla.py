@@ -59,7 +59,9 @@ def measure(
 
 
 def _chain(arm: str, expected: int, calls: int, q, rows, count, pool):
-    config = None if arm == "xla" else SparseMLAConfig.choose(q.shape[0], q.shape[1], expected)
+    config = None
+    if arm != "xla":
+        config = SparseMLAConfig.choose(q.shape[0], q.shape[1], expected, packed=pool.dtype == jnp.uint32)
 
     @jax.jit  # traced once for all layers
     def one(q, layer):
@@ -68,12 +70,12 @@ def _chain(arm: str, expected: int, calls: int, q, rows, count, pool):
             value_width=VALUE, scale=SCALE, out_dtype=q.dtype, config=config, backend=arm,
         )  # fmt: skip
 
-    out = None
+    outs = []
     for layer in range(calls):
-        out = one(q, jnp.int32(layer))
-        # Layers wait for each other, as in a step.
-        q, out = jax.lax.optimization_barrier((q, out))
-    return out
+        # Layers wait for each other, as in a step; what nobody reads would not be computed.
+        q, out = jax.lax.optimization_barrier((q, one(q, jnp.int32(layer))))
+        outs.append(out)
+    return outs
 
 
 def _pool(layers: int, num_rows: int) -> jax.Array:

@@ -44,7 +44,8 @@ def sparse_mla(
     """
     if backend != "xla":
         if config is None:
-            config = SparseMLAConfig.choose(q.shape[0], q.shape[1], rows.shape[1], invariant)
+            packed = pool.dtype == jnp.uint32
+            config = SparseMLAConfig.choose(q.shape[0], q.shape[1], rows.shape[1], packed=packed, invariant=invariant)
         config = dataclasses.replace(config, interpret=backend == "interpret")
         return sparse_mla_triton(
             q, pool, layer, rows, count, value_width=value_width, scale=scale, out_dtype=out_dtype, config=config

@@ -39,24 +39,26 @@ class SparseMLAConfig:
 
     @classmethod
     def choose(
-        cls, tokens: int, heads: int, width: int, invariant: bool = False, interpret: bool = False
-    ) -> "SparseMLAConfig":
+        cls, tokens: int, heads: int, width: int, *, packed: bool = False, invariant: bool = False
+    ) -> "SparseMLAConfig":  # fmt: skip
         """What was fastest on an H200 for lists of 512 and 2048 rows. `invariant`: the same for every number of tokens.
 
         `width`: rows that a list may be expected to hold; no more splits are made than there are tiles in it.
         """
         if invariant:
-            return cls(split_rows=_INVARIANT_ROWS, heads=16 if heads < 32 else 32, interpret=interpret)
+            return cls(split_rows=_INVARIANT_ROWS, heads=16 if heads < 32 else 32)
         table = next(table for most, table in _FASTEST if heads <= most)
         splits, block, warps, stages = next(best for most, *best in table if tokens <= most)
+        if packed and block > 32:  # taking words apart needs the registers
+            block, warps, stages = 32, 4, 2
         splits = max(1, min(splits, pl.cdiv(width, cls.rows)))
-        return cls(splits=splits, heads=block, warps=warps, stages=stages, interpret=interpret)
+        return cls(splits=splits, heads=block, warps=warps, stages=stages)
 
 
 _ANY = sys.maxsize
 # Up to so many heads: up to so many tokens: splits, heads of a program, warps, stages.
 _FASTEST = (
-    (24, ((2, 32, 16, 8, 1), (32, 16, 16, 4, 2), (96, 4, 16, 4, 2), (192, 2, 16, 4, 2), (_ANY, 1, 16, 4, 2))),
+    (24, ((6, 32, 16, 8, 1), (32, 16, 16, 4, 2), (96, 4, 16, 4, 2), (192, 2, 16, 4, 2), (_ANY, 1, 16, 4, 2))),
     (
         48,
         (
@@ -161,8 +163,8 @@ def sparse_mla_triton(
         rows = jnp.pad(rows, ((0, 0), (0, width - rows.shape[1])))
     fixed = config.split_rows is not None
     splits = pl.cdiv(width, config.split_rows) if fixed else min(config.splits, width // config.rows)
-    # Parts are rounded once more when they are merged; with few of them that does not show.
-    part_dtype = jnp.dtype(out_dtype) if splits == 1 else q.dtype if splits <= 8 else jnp.dtype(jnp.float32)
+    # Parts that are rounded are half the bytes to merge, which shows in time from a few on and hardly in the error.
+    part_dtype = jnp.dtype(out_dtype) if splits == 1 else q.dtype if splits <= 16 else jnp.dtype(jnp.float32)
 
     def kernel(layer_ref, count_ref, q_ref, pool_ref, rows_ref, out_ref, lse_ref):
         head = pl.program_id(2) * config.heads + jnp.arange(config.heads, dtype=jnp.int32)
