@@ -12,19 +12,22 @@ import numpy as np
 from dcpjax.attention import AttentionOptions, Selection, attend, select
 from dcpjax.batch import ForwardBatch
 from dcpjax.cache import Pool, pool_spec
+from dcpjax.kernels import Kernels
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import MeshPlan, make_plan
 from dcpjax.pallas_kernels.topk import NO_SLOT
 
 PAGE = 8
 TOPK = 4
-VALUE = 8  # values of a latent row; 4 more are the rotated key
-WIDTH = 12
+VALUE = 16  # values of a latent row; the rest are the rotated key; the least widths that kernels have
+WIDTH = 32
 HEADS = 8
 INDEX_HEADS, INDEX_DIM = 2, 4
-SCALE = 0.5
+SCALE = 0.3
 LAYERS = 2  # the tests use layer 1; layer 0 holds NaN
 BY_QUERIES = AttentionOptions(movement="queries")
+# Kernels as the interpreter runs them: slowly, and anywhere.
+INTERPRETED = Kernels(sparse_mla="interpret", merge="interpret")
 
 
 def columns(layout: CacheLayout) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Selection and attention over pages, in every geometry, against a float64 loop over tokens."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 
 from dcpjax.attention import AttentionOptions
+from dcpjax.kernels import Kernels
 from tests.attention.paged import (
+    INTERPRETED,
     PAGE,
     Geometry,
     Queries,
@@ -45,6 +48,11 @@ GEOMETRIES = [
     (Geometry(4), ROWS),
     (Geometry(2, 4), ROWS),
     (Geometry(4, 1, index_sharded=False), ROWS),
+    (Geometry(1), AttentionOptions(kernels=INTERPRETED)),
+    (Geometry(2), AttentionOptions("a2a", "queries", kernels=INTERPRETED)),
+    (Geometry(4, 2), AttentionOptions(movement="queries", kernels=INTERPRETED)),
+    (Geometry(2, 4), AttentionOptions("psum", "queries", kernels=dataclasses.replace(INTERPRETED, invariant=True))),
+    (Geometry(2, 4), AttentionOptions(movement="rows", tile_tokens=2 * PAGE, kernels=INTERPRETED)),
 ]
 FULL = [
     (Geometry(dcp, interleave, tp, index_sharded=index), AttentionOptions(backend, movement, 2 * PAGE))
@@ -62,7 +70,8 @@ FULL = [
 def _name(case):
     g, o = case
     where = ("" if g.latent_sharded else "-replicated") + ("" if g.index_sharded else "-index1")
-    return f"tp{g.tp}dcp{g.dcp}i{g.interleave}{where}-{o.backend}-{o.movement}"
+    kernels = "" if o.kernels == Kernels() else "-kernels"
+    return f"tp{g.tp}dcp{g.dcp}i{g.interleave}{where}-{o.backend}-{o.movement}{kernels}"
 
 
 @functools.cache

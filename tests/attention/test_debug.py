@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 
 from dcpjax.attention import AttentionOptions
-from tests.attention.paged import LAYERS, PAGE, Geometry, Queries, World, _layer, batch_of, run, same_bits, slots_of
+from tests.attention.paged import (
+    LAYERS,
+    PAGE,
+    WIDTH,
+    Geometry,
+    Queries,
+    World,
+    _layer,
+    batch_of,
+    run,
+    same_bits,
+    slots_of,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -46,7 +58,7 @@ def test_every_rank_says_what_it_owns(capsys, movement):
         else:
             assert line[8] is None
         # Heads are gathered where queries go to the rows.
-        assert (line[10], line[11]) == ("[4, 8, 12]" if movement == "queries" else "[4, 2, 12]", "[4, 4]")
+        assert (line[10], line[11]) == (f"[4, {8 if movement == 'queries' else 2}, {WIDTH}]", "[4, 4]")
     assert sum(int(line[6]) for line in lines) == sum(map(len, owned)) > 0
 
 
@@ -66,7 +78,7 @@ def test_without_debug_nothing_is_compiled():
 
     def program(options):
         trace = jax.make_jaxpr(_layer, static_argnums=(8, 9, 10))
-        zeros = np.zeros((2, 12), np.float32)
+        zeros = np.zeros((2, WIDTH), np.float32)
         return str(
             trace(
                 *world.pools(geometry), zeros, zeros[:, :4], queries.q, queries.index_q, queries.weight,
