@@ -3,6 +3,7 @@
 Tests marked `gpu` see the machine's own devices instead, in a run of their own: `pytest -m gpu`.
 """
 
+import gc
 import hashlib
 import pathlib
 import platform
@@ -34,6 +35,15 @@ def _processor() -> str:
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return platform.machine() + "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drop_programs():
+    """Compiled programs go when their file is done: a process has room for some thousand of them (each takes several of
+    its 65,530 memory maps), and dies when it is full. What is needed again comes from the compile cache."""
+    yield
+    gc.collect()
+    jax.clear_caches()
 
 
 @pytest.fixture

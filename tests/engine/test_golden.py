@@ -155,8 +155,7 @@ def golden(request, quick_compile):
     yield golden
     del golden.llm
     gc.collect()  # pools and programs of many engines would pile up
-    if request.config.option.markexpr == "matrix":
-        jax.clear_caches()  # a process has room for some thousand compiled programs, then it crashes
+    jax.clear_caches()
 
 
 def test_trace(golden):

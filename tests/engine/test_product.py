@@ -151,8 +151,7 @@ def engines(request, folder, quick_compile):
     yield row, make
     llm = None  # pools and programs of many engines would pile up
     gc.collect()
-    if request.config.option.markexpr == "matrix":
-        jax.clear_caches()
+    jax.clear_caches()
 
 
 def play(engine: EngineCore, mode: str, temperature: float, *prompts: tuple[int, ...]) -> list[Request]:
