@@ -112,7 +112,8 @@ def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
         pages = capacity.num_pages(
             shape, plan, config.block_size, seqs * length, nbytes, params_bytes(cfg, plan, dtype)
         )
-    kernels = Kernels.for_platform(plan.platform, dtype, cfg.kv_rank, cfg.rope_dim).replaced(config.kernels)
+    widths = cfg.kv_rank, cfg.rope_dim, cfg.indexer.head_dim
+    kernels = Kernels.for_platform(plan.platform, dtype, *widths).replaced(config.kernels)
     return Resolved(
         net=Network(cfg, plan, AttentionOptions(backend=config.backend, debug=config.debug, kernels=kernels)),
         dtype=dtype,

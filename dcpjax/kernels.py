@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from dcpjax.errors import ConfigError
+from dcpjax.pallas_kernels.indexer_scores_triton import has_width
 from dcpjax.pallas_kernels.sparse_mla_triton import has_widths
 
 CHOICES = {
@@ -47,14 +48,21 @@ class Kernels:
             raise ConfigError(f"kernels: invariant {self.invariant!r} must be true or false")
 
     @classmethod
-    def for_platform(cls, platform: str, dtype: Any, kv_rank: int, rope_dim: int) -> "Kernels":
+    def for_platform(cls, platform: str, dtype: Any, kv_rank: int, rope_dim: int, index_dim: int) -> "Kernels":
         """What measured best: kernels on NVIDIA GPUs in bfloat16, for rows whose widths the kernel has.
 
         Float32 is for checks, where XLA's full products are what others are checked against.
         """
         if platform not in ("gpu", "cuda") or dtype != jnp.bfloat16:
             return cls()
-        return cls(sparse_mla="triton" if has_widths(kv_rank, rope_dim) else "xla", merge="triton")
+        return cls(
+            sparse_mla="triton" if has_widths(kv_rank, rope_dim) else "xla",
+            merge="triton",
+            indexer="triton" if has_width(index_dim) else "xla",
+            topk="triton",
+            # By tokens and widths, which differ from step to step: see `fitting` there.
+            experts="triton",
+        )
 
     def replaced(self, choices: Mapping[str, Any] | None) -> "Kernels":
         """With the user's choices by name. Raises `ConfigError`."""

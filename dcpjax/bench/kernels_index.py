@@ -46,9 +46,9 @@ def inputs(requests: int, length: int, queries: int, fp8: bool) -> tuple[jax.Arr
     q = jax.random.normal(next(key), (tokens, HEADS, DIM), jnp.bfloat16)
     weight = jax.random.normal(next(key), (tokens, HEADS), jnp.float32)
     shape = (1, pages, PAGE, DIM)
-    pool = jax.random.normal(next(key), shape, jnp.bfloat16)
-    if fp8:
-        pool = pack_keys(pool)
+    # Fused, because it is large.
+    make = jax.jit(lambda key: (pack_keys if fp8 else jnp.asarray)(jax.random.normal(key, shape, jnp.bfloat16)))
+    pool = make(next(key))
     table = jax.random.permutation(next(key), pages).astype(jnp.int32).reshape(requests, -1)
     row_of = jnp.repeat(jnp.arange(requests, dtype=jnp.int32), queries)
     return q, weight, pool, table, row_of, jnp.full(tokens, length - 5, jnp.int32)

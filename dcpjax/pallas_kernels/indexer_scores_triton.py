@@ -27,10 +27,11 @@ class IndexerConfig:
     def choose(cls, queries: int, rows: int, columns: int, fp8: bool) -> "IndexerConfig":
         """For groups of `queries` tokens of `rows` requests over `columns` keys."""
         # Enough programs for every multiprocessor several times over, and few enough that each has work.
-        tiles = 16
-        while tiles > 1 and rows * columns < 64 * tiles * 132 * 4:
+        tiles = 8
+        while tiles > 1 and rows * columns < 64 * tiles * 132 * 3:
             tiles //= 2
-        return cls(tiles=tiles, warps=2 if fp8 else 4)
+        alone = queries == 1 and tiles == 8 and not fp8
+        return cls(tiles=tiles, warps=2 if alone else 4, stages=3 if fp8 else 4)
 
 
 def scores_triton(
@@ -48,7 +49,10 @@ def scores_triton(
     """`indexer_scores` on the Triton backend; see there."""
     tokens, heads, dim = q.shape
     fp8 = pool.dtype == jnp.uint32
-    check(dim)
+    if not has_width(dim):
+        raise NotImplementedError(
+            f"index keys of {dim} values: the kernel takes powers of two from 16; use backend xla"
+        )
     columns = pages.shape[1] * pool.shape[2]
     if queries is None:
         queries = min(max(tokens // pages.shape[0], 1), MOST_QUERIES)
@@ -63,7 +67,7 @@ def scores_triton(
     flat = pool.reshape(-1, pool.shape[3])
 
     def kernel(*refs):
-        _kernel(*refs, group=pool.shape[2], queries=queries, config=config, fp8=fp8)
+        _kernel(*refs, group=pool.shape[2], queries=queries, config=config, fp8=fp8, interpret=interpret)
 
     def whole(x):
         return pl.BlockSpec(x.shape, lambda i, j: (0,) * x.ndim)
@@ -81,12 +85,9 @@ def scores_triton(
     )(*args)
 
 
-def check(dim: int) -> None:
-    """Raises `NotImplementedError` where the kernel does not serve keys of `dim` values."""
-    if dim < 16 or dim & (dim - 1):
-        raise NotImplementedError(
-            f"index keys of {dim} values: the kernel takes powers of two from 16; use backend xla"
-        )
+def has_width(dim: int) -> bool:
+    """Whether the kernel serves keys of `dim` values."""
+    return dim >= 16 and not dim & (dim - 1)
 
 
 def _pieces(queries: int) -> list[range]:
@@ -99,7 +100,9 @@ def _pieces(queries: int) -> list[range]:
     return pieces
 
 
-def _kernel(q_ref, w_ref, k_ref, pages_ref, row_ref, end_ref, scalar_ref, out_ref, *, group, queries, config, fp8):
+def _kernel(
+    q_ref, w_ref, k_ref, pages_ref, row_ref, end_ref, scalar_ref, out_ref, *, group, queries, config, fp8, interpret
+):
     """Program (i, j): columns of chunk i, tokens `j·queries …`."""
     tokens, columns = out_ref.shape
     dim, block = q_ref.shape[2], config.block
@@ -115,17 +118,10 @@ def _kernel(q_ref, w_ref, k_ref, pages_ref, row_ref, end_ref, scalar_ref, out_re
     rows = [row_ref[t] for t in at]
     ends = [jnp.minimum(end_ref[t], columns) for t in at]
     exact = jax.lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
-    # 8-bit values are exact in float16, and take one instruction to get there.
+    # 8-bit values are exact in float16, and little work to bring there.
     operand = jnp.float16 if fp8 and q_ref.dtype == jnp.bfloat16 else q_ref.dtype
     heads = q_ref.shape[1]
-    pieces = []
-    for piece in _pieces(queries):
-        wide = jnp.arange(len(piece) * heads, dtype=jnp.int32)
-        size = jnp.full_like(wide, heads)
-        token = jnp.minimum(start + piece[0] + jax.lax.div(wide, size), tokens - 1)
-        head = jax.lax.rem(wide, size)
-        parts = [q_ref[token, head, pl.ds(i * depth, depth)].astype(operand) for i in range(dim // depth)]
-        pieces.append((piece, parts, w_ref[token, head]))
+    pieces = [(piece, *_piece(q_ref, w_ref, at, start, piece, depth, operand)) for piece in _pieces(queries)]
 
     def put(j, column, value, mine):
         plt.store(out_ref.at[at[j], pl.ds(column, block)], value, mask=(column + lane < columns) & mine & real[j])
@@ -144,9 +140,10 @@ def _kernel(q_ref, w_ref, k_ref, pages_ref, row_ref, end_ref, scalar_ref, out_re
         if not fp8:
             return [k_ref[places, pl.ds(0, dim)].astype(operand)], None
         words = k_ref[places, pl.ds(0, depth)]
-        quarters = [((words >> (8 * i)) & 0xFF).astype(jnp.uint8) for i in range(4)]
         scale = jax.lax.bitcast_convert_type(k_ref[where, depth], jnp.float32)
-        return [jax.lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(operand) for x in quarters], scale
+        if operand == jnp.float16 and not interpret:
+            return [_byte_in_ptx(words, i) for i in range(4)], scale * 256.0
+        return [_byte(words, i, operand) for i in range(4)], scale
 
     def pass_of(turn, _):
         """The queries whose row is first met at token `turn` of the group."""
@@ -168,11 +165,16 @@ def _kernel(q_ref, w_ref, k_ref, pages_ref, row_ref, end_ref, scalar_ref, out_re
                 for part, q in zip(parts[1:], qs[1:], strict=True):
                     dot += plt.dot(part, q, trans_b=True, precision=exact)
                 score = jnp.maximum(dot, 0.0) * w[None, :]
-                score = jnp.sum(score.reshape(block, len(piece), heads), axis=2)
+                if len(piece) == 1:
+                    score = jnp.sum(score, axis=1)
+                else:
+                    score = jnp.sum(score.reshape(block, len(piece), heads), axis=2)
                 for j in piece:
-                    # One column of a few; there is no other way to take it out.
-                    one = jnp.arange(len(piece), dtype=jnp.int32)[None, :] == j - piece[0]
-                    mine_alone = jnp.sum(jnp.where(one, score, 0.0), axis=1)
+                    mine_alone = score
+                    if len(piece) > 1:
+                        # One column of a few; there is no other way to take it out.
+                        one = jnp.arange(len(piece), dtype=jnp.int32)[None, :] == j - piece[0]
+                        mine_alone = jnp.sum(jnp.where(one, score, 0.0), axis=1)
                     if scale is not None:
                         mine_alone = mine_alone * scale
                     seen = (place >= first) & (place < ends[j])
@@ -192,3 +194,49 @@ def _kernel(q_ref, w_ref, k_ref, pages_ref, row_ref, end_ref, scalar_ref, out_re
         pass_of(0, ())
     else:
         jax.lax.fori_loop(0, queries, pass_of, ())
+
+
+def _piece(q_ref, w_ref, at, start, piece, depth, operand):
+    """Queries of a few tokens as operands, `depth` values each, and their weights."""
+    tokens, heads, dim = q_ref.shape
+    if len(piece) == 1:
+        token, head, weight = at[piece[0]], slice(None), w_ref[at[piece[0]], :]
+    else:
+        wide = jnp.arange(len(piece) * heads, dtype=jnp.int32)
+        size = jnp.full_like(wide, heads)
+        token = jnp.minimum(start + piece[0] + jax.lax.div(wide, size), tokens - 1)
+        head = jax.lax.rem(wide, size)
+        weight = w_ref[token, head]
+    return [q_ref[token, head, pl.ds(i * depth, depth)].astype(operand) for i in range(dim // depth)], weight
+
+
+def _byte(words, i, operand):
+    """Byte i of each word as the float8 that it is."""
+    byte = ((words >> (8 * i)) & 0xFF).astype(jnp.uint8)
+    return jax.lax.bitcast_convert_type(byte, jnp.float8_e4m3fn).astype(operand)
+
+
+def _byte_in_ptx(words, i):
+    """Byte i of each word, a float8, as a float16 of 1/256 of its value: sign, exponent and fraction are put in place.
+
+    Two words at a time. NaN is read as 480.
+    """
+    select = (4 + i) << 12 | (4 + i) << 8 | i << 4 | i  # the byte of the first word, twice, and of the second
+    asm = f"""
+    {{
+        .reg .b32 both, low;
+        prmt.b32 both, $1, $2, {select:#06x};
+        shr.b32 low, both, 1;
+        and.b32 low, low, 0x3f803f80;
+        and.b32 both, both, 0x80008000;
+        or.b32 $0, both, low;
+    }}
+    """
+    (value,) = plt.elementwise_inline_asm(
+        asm,
+        args=[words],
+        constraints="=r,r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.float16)],
+    )
+    return value

@@ -39,11 +39,11 @@ class TopkConfig:
     @classmethod
     def choose(cls, rows: int, columns: int) -> "TopkConfig":
         """For `rows` rows of `columns`: as large chunks as leave every multiprocessor a few programs."""
-        chunk = 2**13
+        chunk = 2**14 if rows * columns >= 2**24 else 2**13
         while chunk > 1024 and rows * pl.cdiv(columns, chunk) < 128:
             chunk //= 2
         # Measured: more lanes want smaller tables of counts, hence more passes.
-        if chunk == 2**13:
+        if chunk >= 2**13:
             return cls(chunk, 1024, (5, 5, 5, 5, 4, 4, 4), 4 if rows >= 64 else 8)
         return cls(chunk)
 

@@ -10,10 +10,10 @@ from dcpjax.kernels import Kernels
 from tests.attention.paged import PAGE, Geometry, Queries, World, check, run
 
 LENGTHS = [1, 3, 2 * PAGE, 3 * PAGE + 5, 29]
-GEOMETRIES = {
-    "dcp1": Geometry(),
-    "dcp2 interleave 4": Geometry(2, 4),
-    "dcp4, index 1": Geometry(4, index_sharded=False),
+CASES = {
+    "dcp1": (Geometry(), 0),
+    "dcp2 interleave 4": (Geometry(2, 4), 1),
+    "dcp4, index 1": (Geometry(4, index_sharded=False), 0),
 }
 OPTIONS = AttentionOptions(movement="queries", kernels=Kernels(indexer="interpret", topk="interpret"))
 
@@ -28,7 +28,7 @@ def widened(world: World, queries: Queries) -> tuple[World, Queries]:
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("geometry, first_slot", zip(GEOMETRIES.values(), (0, 1, 0), strict=True), ids=GEOMETRIES)
+@pytest.mark.parametrize("geometry, first_slot", CASES.values(), ids=CASES)
 def test_kernels_select_what_the_oracle_does(geometry, first_slot):
     """Decode rows of three tokens, which share a read, beside a chunk; padding at the end."""
     world = World.make(LENGTHS, 4)

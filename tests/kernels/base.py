@@ -7,6 +7,7 @@ same cases on the machine's own GPU.
 import jax
 import numpy as np
 import pytest
+from jax._src.pallas.triton import lowering
 
 # The same cases by the interpreter in every run, and by the compiler on a GPU.
 BACKENDS = [pytest.param("interpret", id="interpret"), pytest.param("triton", id="gpu", marks=pytest.mark.gpu)]
@@ -37,8 +38,19 @@ def same_bits(first, second) -> None:
 
 
 def lower_for_h200(function, *args) -> str:
-    """The program of `function` for one H200, made without any: shapes, layouts and memory limits are checked."""
+    """The program of `function` for one H200, made without any: shapes, layouts and memory limits are checked.
+
+    So are the types within Triton's modules, which JAX leaves to the compiler on the device.
+    """
+    real = lowering.lower_jaxpr_to_triton_module
+
+    def verified(*args, **kwargs):
+        result = real(*args, **kwargs)
+        assert result.module.operation.verify()
+        return result
+
     device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "lower_jaxpr_to_triton_module", verified)
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
