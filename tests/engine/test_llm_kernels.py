@@ -1,0 +1,31 @@
+"""The tiny model with kernels, run by the interpreter: the text is the one without, and the log says which are used."""
+
+import pytest
+
+from dcpjax import LLM, SamplingParams
+from dcpjax.errors import ConfigError
+
+SMALL = {"num_blocks": 4, "max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 16}
+PROMPT = list(range(5, 25))
+
+
+def line_of(llm):
+    (line,) = [line for line in llm.describe() if line.startswith("kernels: ")]
+    return line
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("dcp, backend", [(1, "ag_rs"), (2, "a2a")])
+def test_same_text(dcp, backend):
+    texts = []
+    for kernels in (None, {"sparse_mla": "interpret", "merge": "interpret"}):
+        llm = LLM(decode_context_parallel_size=dcp, dcp_comm_backend=backend, kernels=kernels, **SMALL)
+        (out,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+        texts.append(out.outputs[0].token_ids)
+        assert ("interpret" in line_of(llm)) == (kernels is not None)
+    assert texts[0] == texts[1]
+
+
+def test_names_are_checked():
+    with pytest.raises(ConfigError, match="kernels: sparse_mla 'fast' is not known"):
+        LLM(kernels={"sparse_mla": "fast"}, **SMALL)

@@ -1,0 +1,57 @@
+"""The choice of kernels: by platform, dtype and widths, then by the user, and told in one line."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from dcpjax import kernels
+from dcpjax.errors import ConfigError
+from dcpjax.kernels import CHOICES, Kernels
+
+WIDTHS = (512, 64, 128)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cuda"])
+def test_gpus_get_kernels_in_bfloat16(platform):
+    chosen = Kernels.for_platform(platform, jnp.bfloat16, *WIDTHS)
+    assert (chosen.sparse_mla, chosen.merge) == ("triton", "triton")
+    assert not chosen.invariant
+
+
+@pytest.mark.parametrize("platform, dtype", [("cpu", jnp.bfloat16), ("gpu", jnp.float32), ("tpu", jnp.bfloat16)])
+def test_everything_else_gets_xla(platform, dtype):
+    assert Kernels.for_platform(platform, dtype, *WIDTHS) == Kernels()
+    assert {getattr(Kernels(), name) for name in CHOICES} == {"xla"}
+
+
+@pytest.mark.parametrize("kv_rank, rope", [(48, 64), (512, 8), (512, 96), (8, 64)])
+def test_widths_the_kernel_has_not(kv_rank, rope):
+    assert Kernels.for_platform("gpu", jnp.bfloat16, kv_rank, rope, *WIDTHS[2:]).sparse_mla == "xla"
+
+
+def test_the_user_chooses_last():
+    chosen = Kernels.for_platform("gpu", jnp.bfloat16, *WIDTHS).replaced({"sparse_mla": "xla", "invariant": True})
+    assert (chosen.sparse_mla, chosen.merge, chosen.invariant) == ("xla", "triton", True)
+    assert chosen.replaced(None) == chosen
+
+
+@pytest.mark.parametrize(
+    "choices, what",
+    [
+        ({"sparse_mla": "cuda"}, "sparse_mla 'cuda' is not known; use one of xla, triton, interpret"),
+        ({"attention": "xla"}, "attention not known; the names are sparse_mla, merge"),
+        ({"invariant": "yes"}, "invariant 'yes' must be true or false"),
+    ],
+)
+def test_errors_say_what_is_allowed(choices, what):
+    with pytest.raises(ConfigError, match=what):
+        Kernels().replaced(choices)
+
+
+def test_every_operation_is_told():
+    assert set(CHOICES) == {field.name for field in dataclasses.fields(Kernels)} - {"invariant"}
+    line = Kernels(topk="triton").describe()
+    assert "topk triton" in line
+    assert all(name in line for name in kernels.CHOICES)
+    assert "fixed places" in Kernels(invariant=True).describe()
