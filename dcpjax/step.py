@@ -169,7 +169,9 @@ def _advance(state: RowState, rows: Rows, new: jax.Array, accepted: jax.Array, c
     num_rows = len(state.kv_len)
     emitting = jnp.where(accepted > 0, rows.row, num_rows)
     newest = jnp.take_along_axis(new, jnp.maximum(accepted, 1)[:, None] - 1, axis=1)[:, 0]
-    length = rows.start + jnp.where(rows.decode, accepted, rows.num_tokens)
+    # A row that may sample no more has written its last token all the same.
+    length = rows.start + jnp.where(rows.decode, jnp.maximum(accepted, 1), rows.num_tokens)
+    length = jnp.minimum(length, rows.limit)
     ids = jnp.where(jnp.arange(new.shape[1]) < accepted[:, None], new, state.vocab.counts.shape[1])
     counts = state.vocab.counts.at[rows.row[:, None], ids].add(1, mode="drop")
     return state.replace(

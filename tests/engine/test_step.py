@@ -180,7 +180,7 @@ def test_nothing_at_or_past_the_limit_is_written(llm):
     run(llm, [chunk(request, 1, (5, 2))], StepShape(16, 2, 2))
     accepted = [run(llm, [decode(request, 1, (5, 2), start)], shape)[1][0] for start in (6, 7, 8, 9)]
     assert accepted == [1, 0, 0, 0]
-    assert np.asarray(llm.runner.state.kv_len)[1] == 7  # before the last token, which is no query of use
+    assert np.asarray(llm.runner.state.kv_len)[1] == 8
     places = llm.runner.places([5, 2], np.arange(16))
     written = np.isfinite(np.asarray(llm.runner.cache.latent.data)[:, places[0], places[1]]).all(-1)
     assert written[:, :8].all() and not written[:, 8:].any()
