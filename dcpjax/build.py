@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +48,30 @@ class EngineConfig:
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     kv_cache_memory_bytes: int | None = None
-    kernels: dict[str, Any] | None = None
+    kernels: str | dict[str, Any] | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type in (int, int | None) and value is not None:
+                _check_whole(_NAMES.get(field.name, field.name), value, field.name in _AT_LEAST_ONE)
+            if field.type is bool and not isinstance(value, bool):
+                raise ConfigError(f"{_NAMES.get(field.name, field.name)} must be true or false, got {value!r}")
+
+
+# Names of the user's options where ours are shorter.
+_NAMES = {"interleave": "cp_kv_cache_interleave_size", "debug": "dcp_debug"}
+
+
+# Sizes that other checks divide by.
+_AT_LEAST_ONE = ("tensor_parallel_size", "decode_context_parallel_size", "interleave", "block_size")
+
+
+def _check_whole(name: str, value: Any, at_least_one: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ConfigError(f"{name} must be a whole number, got {value!r}")
+    if at_least_one and value < 1:
+        raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -113,7 +137,10 @@ def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
             shape, plan, config.block_size, seqs * length, nbytes, params_bytes(cfg, plan, dtype)
         )
     widths = cfg.kv_rank, cfg.rope_dim, cfg.indexer.head_dim
-    kernels = Kernels.for_platform(plan.platform, dtype, *widths).replaced(config.kernels)
+    if config.kernels == "auto":
+        kernels = Kernels.for_platform(plan.platform, dtype, *widths)
+    else:
+        kernels = Kernels().replaced(config.kernels)
     return Resolved(
         net=Network(cfg, plan, AttentionOptions(backend=config.backend, debug=config.debug, kernels=kernels)),
         dtype=dtype,
@@ -191,8 +218,10 @@ def _count(name: str, asked: int | None, default: int) -> int:
 def _wanted_length(asked: int | None, cfg: ModelConfig) -> int:
     if asked is None:
         return cfg.max_position
-    if not 1 <= asked <= cfg.max_position:
-        raise ConfigError(f"max_model_len {asked} must be between 1 and the model's {cfg.max_position} positions")
+    if not 2 <= asked <= cfg.max_position:
+        raise ConfigError(
+            f"max_model_len {asked} must be between 2 (a token of prompt, a token of text) and the model's {cfg.max_position} positions"
+        )
     return asked
 
 

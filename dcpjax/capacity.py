@@ -43,7 +43,7 @@ def cache_shape(
     if shards not in (1, plan.dcp):
         raise ConfigError(f"index_shards must be 1 or the dcp size {plan.dcp}, got {shards}")
     if draft_kv not in ("sharded", "replicated"):
-        raise ConfigError(f"speculative_config draft_kv must be 'sharded' or 'replicated', got {draft_kv!r}")
+        raise ConfigError(f"speculative_config: draft_kv must be 'sharded' or 'replicated', got {draft_kv!r}")
     return CacheShape(
         num_layers=cfg.num_layers,
         num_index=cfg.num_full_layers,

@@ -166,6 +166,10 @@ class EngineCore:
             raise RequestError(f"choice: got {choice}, it must be at least 0 and below n = {params.n}")
         if request_id is not None and request_id in self._requests:
             raise RequestError(f"request_id: {request_id!r:.200} belongs to a request that is not finished")
+        if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
+            raise RequestError(f"cache_salt: got {cache_salt!r:.200}, it must be a text that is not empty, or None")
+        if not isinstance(no_store, bool):
+            raise RequestError(f"no_store: got {no_store!r:.200}, it must be true or false")
         most = self._runner.max_model_len
         limit = most if params.max_tokens is None else min(len(prompt) + params.max_tokens, most)
         first = self._num_prompts + (choice == 0)

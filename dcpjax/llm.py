@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import numbers
 import pathlib
 import signal
 import threading
@@ -65,13 +66,15 @@ class LLM:
     size (default). block_size: tokens of a logical page, the same at every dcp. num_blocks: pages, block 0 included
     (default: what memory holds). max_model_len: default the smaller of the model's positions and the pool.
     max_num_seqs: requests at a time (16 on CPU, else 128). max_num_batched_tokens: tokens of a step (512 on CPU, else
-    2048). dtype: "auto" is float32 on CPU, else bfloat16. kv_cache_dtype: "auto" is the same. kernels: implementations by
-    name that differ from the platform's, see `Kernels`. enable_prefix_caching: whether whole pages are reused. speculative_config: None, or {"method": "mtp",
+    2048). dtype: "auto" is float32 on CPU, else bfloat16. kv_cache_dtype: "auto" is the same. kernels: None is XLA for
+    all, "auto" what measured best on the platform, or implementations by name, see `Kernels`. enable_prefix_caching:
+    whether whole pages of tokens that were computed before are reused. speculative_config: None, or {"method": "mtp",
     "num_speculative_tokens": k (1), "draft_kv": "sharded" or "replicated", "acceptance": "coupled" (the text is the one
     without drafts) or "rejection" (the same distribution), "pin": None or a mean acceptance length to force in
-    benchmarks, "adaptive": whether steps may use fewer drafts (False)}. dcp_debug: a line a layer from every device on
-    standard error. zero_new_pages: clear pages before they are written to; reads are right without it. overlap: dispatch
-    a step before reading the last one. seed: of requests without one. hf_overrides: laid over config.json.
+    benchmarks, "adaptive": whether steps may use fewer drafts (False; a program for each number of drafts is compiled and
+    timed when the LLM is made)}. dcp_debug: a line a layer from every device on standard error. zero_new_pages: clear
+    pages before they are written to; reads are right without it. overlap: dispatch a step before reading the last one.
+    seed: of requests without one. hf_overrides: laid over config.json.
     Raises `ConfigError` or `CheckpointError`.
     """
 
@@ -94,7 +97,7 @@ class LLM:
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         kv_cache_memory_bytes: int | None = None,
-        kernels: dict[str, Any] | None = None,
+        kernels: str | dict[str, Any] | None = None,
         enable_prefix_caching: bool = True,
         speculative_config: dict[str, Any] | None = None,
         dcp_debug: bool = False,
@@ -162,7 +165,8 @@ class LLM:
         return self.runner.params
 
     def set_params(self, params: Params) -> None:
-        """Replaces the weights; what the old ones computed is forgotten, and running requests start again.
+        """Replaces the weights; cached prefixes are forgotten. Running requests keep the tokens they have and go on, from
+        rows computed anew, with the new weights.
 
         Raises `ConfigError` unless shapes and dtypes are those of `params`.
         """
@@ -280,12 +284,12 @@ class LLM:
         ids = self._check_ids("token_ids", token_ids)
         if not self.config.has_mtp:
             raise ConfigError("this checkpoint has no MTP layer, so it cannot draft")
-        if isinstance(k, bool) or not isinstance(k, int) or k < 0:
+        if isinstance(k, bool) or not isinstance(k, numbers.Integral) or k < 0:
             raise RequestError(f"k: got {k!r}, the number of drafts must be a whole number, at least 0")
         pages = self._borrow(len(ids) + k)
         try:
             with _interrupts_held():
-                return self._tracer.draft(ids, k, pages)
+                return self._tracer.draft(ids, int(k), pages)
         finally:
             self._give_back(pages)
 

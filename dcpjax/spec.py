@@ -11,6 +11,7 @@ from what p has above q; the same distribution, another text.
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ class Speculation:
 
     def __post_init__(self):
         k = self.num_drafts
-        if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= MOST_DRAFTS:
+        if isinstance(k, bool) or not isinstance(k, numbers.Integral) or not 0 <= k <= MOST_DRAFTS:
             raise ConfigError(
                 f"speculative_config: num_speculative_tokens must be a whole number, 0 to {MOST_DRAFTS}, got {k!r}"
             )
@@ -71,7 +72,7 @@ class Speculation:
             return None, "sharded"
         if not isinstance(config, Mapping):
             raise ConfigError(f"speculative_config: give a mapping with {', '.join(KEYS)}, got {config!r:.100}")
-        unknown = sorted(set(config) - set(KEYS))
+        unknown = sorted(map(str, set(config) - set(KEYS)))
         if unknown:
             raise ConfigError(f"speculative_config: unknown keys {unknown}; allowed: {', '.join(KEYS)}")
         if config.get("method", "mtp") != "mtp":
@@ -96,7 +97,7 @@ class Speculation:
 
 
 def _pinnable(pin: float, k: int) -> bool:
-    number = isinstance(pin, int | float) and not isinstance(pin, bool)
+    number = isinstance(pin, numbers.Real) and not isinstance(pin, bool)
     return number and math.isfinite(pin) and 1 <= pin <= k + 1
 
 

@@ -5,27 +5,34 @@ A prefix that is stored by what one rank holds would be 1/dcp of it, and would b
 """
 
 import dataclasses
+import hashlib
 import pathlib
+import zipfile
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dcpjax.cache import PagedCache, Pool, pool_places
 from dcpjax.errors import CacheFullError, CheckpointError, RequestError
 from dcpjax.llm import LLM
+from models.params import Params
+
+_NOT_ROWS = ("model", "weights", "token_ids")
 
 
 @dataclasses.dataclass(frozen=True)
 class CachedPrefix:
     """Rows of the first S tokens of a sequence.
 
-    model: name of the model that computed them. token_ids: `[S]` int32. latent `[N, S, W]` and index `[X, S, I]` of the
+    model: name of the model that computed them, and weights: what tells its weights from others. token_ids: `[S]` int32. latent `[N, S, W]` and index `[X, S, I]` of the
     target's layers; draft_latent and draft_index `[1, S, …]` of draft slots 0 … S − 1, or None from an engine that keeps
     no draft rows. Numpy, in the dtype of the cache.
     """
 
     model: str
+    weights: str
     token_ids: np.ndarray
     latent: np.ndarray
     index: np.ndarray
@@ -37,23 +44,23 @@ class CachedPrefix:
         arrays = {name: value for name, value in vars(self).items() if value is not None}
         # npz knows no bfloat16: rows go as their bytes, with the dtype beside them.
         dtype = self.latent.dtype
-        rows = {name: x.view(np.uint8) for name, x in arrays.items() if name not in ("model", "token_ids")}
-        np.savez(path, **(arrays | rows), dtype=dtype.name)
+        rows = {name: x.view(np.uint8) for name, x in arrays.items() if name not in _NOT_ROWS}
+        with open(path, "wb") as file:  # given a path, numpy would add an ending
+            np.savez(file, **(arrays | rows), dtype=dtype.name)
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "CachedPrefix":
         """Reads what `save` wrote. Raises `CheckpointError`."""
         try:
-            with np.load(path) as arrays:
+            with open(path, "rb") as file, np.load(file) as arrays:
                 fields = {name: arrays[name] for name in arrays}
-            model, token_ids, dtype = (
-                str(fields.pop("model")),
-                fields.pop("token_ids"),
-                np.dtype(str(fields.pop("dtype"))),
-            )
-            return cls(model, token_ids, **{name: x.view(dtype) for name, x in fields.items()})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is not a cached prefix: {error}") from error
+            model, weights, dtype = (str(fields.pop(name)) for name in ("model", "weights", "dtype"))
+            token_ids = fields.pop("token_ids")
+            return cls(model, weights, token_ids, **{name: x.view(np.dtype(dtype)) for name, x in fields.items()})
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is not there; give the path that CachedPrefix.save was given") from None
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"{path} is not a cached prefix, or is damaged: export it again") from error
 
 
 def export_prefix(llm: LLM, token_ids: list[int], *, cache_salt: str | None = None) -> CachedPrefix:
@@ -70,13 +77,13 @@ def export_prefix(llm: LLM, token_ids: list[int], *, cache_salt: str | None = No
     rows = [_read(pool, pages, slots) for pool in (runner.cache.latent, runner.cache.index)]
     if runner.spec is not None:
         rows += [_read(pool, pages, slots) for pool in (runner.draft_cache.latent, runner.draft_cache.index)]
-    return CachedPrefix(llm.name, np.array(token_ids[: len(slots)], np.int32), *rows)
+    return CachedPrefix(llm.name, _fingerprint(llm), np.array(token_ids[: len(slots)], np.int32), *rows)
 
 
 def import_prefix(llm: LLM, prefix: CachedPrefix, *, cache_salt: str | None = None) -> int:
     """Lets prompts that begin with these tokens hit them; returns how many tokens, whole pages of this engine.
 
-    Raises `RequestError` if another model computed them or draft rows that this engine needs are missing, and
+    Raises `RequestError` if other weights computed them or draft rows that this engine needs are missing, and
     `CacheFullError` if too few pages are free.
     """
     scheduler, runner = llm.engine.scheduler, llm.runner
@@ -102,8 +109,11 @@ def import_prefix(llm: LLM, prefix: CachedPrefix, *, cache_salt: str | None = No
 
 def _check(llm: LLM, prefix: CachedPrefix) -> None:
     runner, size = llm.runner, len(prefix.token_ids)
-    if prefix.model != llm.name:
-        raise RequestError(f"prefix: computed by model {prefix.model!r}, this engine runs {llm.name!r}")
+    if prefix.weights != _fingerprint(llm):
+        raise RequestError(
+            f"prefix: computed with other weights or another configuration (model {prefix.model!r}) than this engine's "
+            f"({llm.name!r}); export it from an engine like this one"
+        )
     pairs = [(prefix.latent, runner.cache.latent), (prefix.index, runner.cache.index)]
     if runner.spec is not None:
         if prefix.draft_latent is None or prefix.draft_index is None:
@@ -118,6 +128,20 @@ def _check(llm: LLM, prefix: CachedPrefix) -> None:
                 f"prefix: rows {rows.dtype.name}{list(rows.shape)}, this engine's cache has "
                 f"{pool.data.dtype.name}{list(want)}; it was exported by another model or kv_cache_dtype"
             )
+
+
+def _fingerprint(llm: LLM) -> str:
+    """The same for the same weights and configuration, however they are padded and dealt out to devices."""
+    sums = np.asarray(_bit_sums(llm.params)).tobytes()
+    return hashlib.sha256(repr(llm.config).encode() + sums).hexdigest()[:32]
+
+
+@jax.jit
+def _bit_sums(params: Params) -> jax.Array:
+    """Sums of the bits of each weight, modulo 2^32: no order and no zero of the padding changes them."""
+    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+    bits = (jax.lax.bitcast_convert_type(x, words[x.dtype.itemsize]) for x in jax.tree.leaves(params))
+    return jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in bits])
 
 
 def _read(pool: Pool, pages: list[int], slots: np.ndarray) -> np.ndarray:

@@ -47,6 +47,9 @@ def _drafts(acceptance: Acceptance, pin: float | None) -> str:
     """The bonus token is in the length, as the bounds say."""
     length, most = acceptance.acceptance_length, len(acceptance.verified) + 1
     shown = "none yet" if length is None else f"{length:.2f}"
-    places = " ".join("-" if rate is None else f"{rate:.2f}" for rate in acceptance.rates)
+    # Of all rows, those that had fewer drafts included: so the places fall, and add up to the length.
+    rows = acceptance.num_rows
+    counts = zip(acceptance.accepted, acceptance.verified, strict=True)
+    places = " ".join(f"{accepted / rows:.2f}" if verified else "-" for accepted, verified in counts)
     forced = "" if pin is None else f", PINNED to {pin:g}: the text is not the model's"
     return f"acceptance length {shown} (of 1 to {most}{forced}), accepted by place {places}"

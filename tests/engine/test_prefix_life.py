@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpjax.engine import EngineCore
+from dcpjax.errors import RequestError
 from dcpjax.host.events import Cleared
 from dcpjax.host.hits import HitCounts
 from dcpjax.host.request import SamplingParams
-from tests.engine.fake_runner import VOCAB, expected
+from tests.engine.fake_runner import VOCAB, FakeRunner, expected
 from tests.engine.test_engine_fake import Arrival, accept_some, check_texts, run, sizes
 from tests.engine.test_prefix_fake import ONE, ROOT, ask, make, prompt_of
 
@@ -205,3 +206,11 @@ def test_preemption_with_hits_changes_no_text(k):
         hits += stats.prefix.counts.hits
         again += stats.prefix.preempted.hits
     assert preemptions >= 4 and hits > 400 and again > 20
+
+
+@pytest.mark.parametrize("wrong", [{"cache_salt": ""}, {"cache_salt": 5}, {"cache_salt": b"x"}, {"no_store": 1}])
+def test_wrong_wishes_about_the_cache_are_refused_at_once(wrong):
+    engine = EngineCore(FakeRunner(), eos_token_ids=[])
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        engine.add([1, 2, 3], SamplingParams(), **wrong)
+    assert not engine.has_work

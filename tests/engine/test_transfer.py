@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -94,7 +95,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(folder, source, export
     prompt, _, prefix = exported
     free = source.engine.scheduler.pool.num_free
     for wrong, words in (
-        ({"model": "other"}, "computed by model 'other'"),
+        ({"weights": "other"}, "other weights"),
         ({"latent": prefix.latent[:2]}, "another model or kv_cache_dtype"),
         ({"latent": prefix.latent.astype(np.float16)}, "float16"),
         ({"draft_latent": None, "draft_index": None}, "no draft rows"),
@@ -109,7 +110,25 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(folder, source, export
         import_prefix(full, prefix)
     full.engine.scheduler.pool.retire(held, 0)
     assert source.engine.scheduler.pool.num_free == free and full.engine.scheduler.pool.num_used == 0
-    (tmp_path / "bad.npz").write_bytes(b"PK no")
-    for path in (tmp_path / "bad.npz", tmp_path / "none.npz"):
-        with pytest.raises(CheckpointError, match="is not a cached prefix"):
-            CachedPrefix.load(path)
+
+
+def test_damaged_files_are_refused_by_name(exported, tmp_path):
+    whole = tmp_path / "prefix"  # saved under the name that is given
+    exported[2].save(whole)
+    np.testing.assert_array_equal(CachedPrefix.load(whole).latent, exported[2].latent)
+    data = whole.read_bytes()
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 1
+    for name, content in (("junk", b"PK no"), ("cut", data[: len(data) // 2]), ("empty", b""), ("flip", flipped)):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"{name} is not a cached prefix, or is damaged"):
+            CachedPrefix.load(tmp_path / name)
+    with pytest.raises(CheckpointError, match="none is not there"):
+        CachedPrefix.load(tmp_path / "none")
+
+
+def test_rows_of_other_weights_are_refused(folder, exported):
+    llm = make(folder, 1, 8)
+    llm.set_params(jax.tree.map(lambda x: x * 1.05, llm.params))
+    with pytest.raises(RequestError, match="computed with other weights"):
+        import_prefix(llm, exported[2])
