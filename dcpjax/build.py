@@ -137,10 +137,7 @@ def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
             shape, plan, config.block_size, seqs * length, nbytes, params_bytes(cfg, plan, dtype)
         )
     widths = cfg.kv_rank, cfg.rope_dim, cfg.indexer.head_dim
-    if config.kernels == "auto":
-        kernels = Kernels.for_platform(plan.platform, dtype, *widths)
-    else:
-        kernels = Kernels().replaced(config.kernels)
+    kernels = Kernels.chosen(config.kernels, plan.platform, dtype, *widths)
     return Resolved(
         net=Network(cfg, plan, AttentionOptions(backend=config.backend, debug=config.debug, kernels=kernels)),
         dtype=dtype,

@@ -1,11 +1,12 @@
 """The tiny model with kernels, run by the interpreter: the text is the one without, and the log says which are used."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dcpjax import LLM, SamplingParams
 from dcpjax.errors import ConfigError
-from dcpjax.kernels import CHOICES
+from dcpjax.kernels import Kernels
 
 SMALL = {"num_blocks": 4, "max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 16}
 PROMPT = list(range(5, 25))
@@ -31,14 +32,23 @@ def test_same_text(dcp, backend):
 def test_names_are_checked():
     with pytest.raises(ConfigError, match="kernels: sparse_mla 'fast' is not known"):
         LLM(kernels={"sparse_mla": "fast"}, **SMALL)
+    with pytest.raises(ConfigError, match="kernels: give 'auto', or a mapping of sparse_mla"):
+        LLM(kernels="triton", **SMALL)
+
+
+def test_kernels_are_used_when_asked_for():
+    """The default is XLA on every platform; "auto" on a CPU is XLA too."""
+    where = ("gpu", jnp.bfloat16, 512, 64, 128)
+    assert Kernels.chosen(None, *where) == Kernels()
+    assert Kernels.chosen("auto", *where) == Kernels.for_platform(*where) != Kernels()
+    assert "triton" not in line_of(LLM(kernels="auto", **SMALL))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, close", [("float32", 1e-4), ("bfloat16", 3e-2)])
-@pytest.mark.parametrize("kernels", [{"sparse_mla": "triton", "merge": "triton"}, None], ids=["attention", "default"])
+@pytest.mark.parametrize("kernels", [{"sparse_mla": "triton", "merge": "triton"}, "auto"], ids=["attention", "auto"])
 def test_same_logits_on_a_gpu(kernels, dtype, close):
     """Close in the norm of all logits, and the same best tokens at nearly all places."""
-    arms = dict.fromkeys(CHOICES, "xla"), kernels and dict.fromkeys(CHOICES, "xla") | kernels
-    plain, fast = (LLM(dtype=dtype, kernels=arm, **SMALL).trace(PROMPT).logits for arm in arms)
+    plain, fast = (LLM(dtype=dtype, kernels=arm, **SMALL).trace(PROMPT).logits for arm in (None, kernels))
     assert np.linalg.norm(fast - plain) < close * np.linalg.norm(plain)
     assert (fast.argmax(1) == plain.argmax(1)).mean() > 0.9
