@@ -398,6 +398,15 @@ def test_huge_wishes_are_served_or_refused(llm):
             llm.draft(PROMPT, k)
 
 
+@pytest.fixture
+def interrupts():
+    """Ctrl-C as in a terminal; a run in the background is started with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_waits_for_the_step(llm, monkeypatch):
     """An interrupt inside a step, after the caches were given away, must not lose them."""
     want, run, rang = one(llm).token_ids, type(llm.runner)._run, []
