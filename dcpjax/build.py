@@ -61,8 +61,6 @@ class EngineConfig:
 
 # Names of the user's options where ours are shorter.
 _NAMES = {"interleave": "cp_kv_cache_interleave_size", "debug": "dcp_debug"}
-
-
 # Sizes that other checks divide by.
 _AT_LEAST_ONE = ("tensor_parallel_size", "decode_context_parallel_size", "interleave", "block_size")
 
@@ -217,7 +215,8 @@ def _wanted_length(asked: int | None, cfg: ModelConfig) -> int:
         return cfg.max_position
     if not 2 <= asked <= cfg.max_position:
         raise ConfigError(
-            f"max_model_len {asked} must be between 2 (a token of prompt, a token of text) and the model's {cfg.max_position} positions"
+            f"max_model_len {asked} must be between 2 (a token of prompt, a token of text) and the model's "
+            f"{cfg.max_position} positions"
         )
     return asked
 

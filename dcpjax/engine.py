@@ -108,14 +108,16 @@ class EngineCore:
         drafts: AdaptiveDrafts | None = None,
     ):
         self._events = EventLog()
-        prefix = PrefixCache(
-            num_pages=runner.num_pages,
-            page_tokens=runner.page_tokens,
-            model=model,
-            seed=key_seed,
-            hash=hash,
-            events=self._events if kv_events else None,
-        )
+        prefix = None
+        if prefix_caching:
+            prefix = PrefixCache(
+                num_pages=runner.num_pages,
+                page_tokens=runner.page_tokens,
+                model=model,
+                seed=key_seed,
+                hash=hash,
+                events=self._events if kv_events else None,
+            )
         self.scheduler = Scheduler(
             num_pages=runner.num_pages,
             page_tokens=runner.page_tokens,
@@ -124,7 +126,7 @@ class EngineCore:
             max_num_batched_tokens=runner.max_num_batched_tokens,
             num_drafts=runner.num_drafts,
             choose_drafts=None if drafts is None else drafts.choose,
-            prefix=prefix if prefix_caching else None,
+            prefix=prefix,
         )
         self.eos_token_ids = frozenset(eos_token_ids)
         self.overlap = overlap

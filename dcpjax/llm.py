@@ -1,14 +1,11 @@
 """`LLM`: load a model, generate, and look inside; what notebooks and tests use."""
 
-import contextlib
 import dataclasses
 import json
 import logging
 import numbers
 import pathlib
-import signal
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,6 +16,7 @@ from dcpjax.engine import EngineCore
 from dcpjax.errors import CacheFullError, ConfigError, RequestError
 from dcpjax.host.request import Request, SamplingParams, Times, TokenLogprobs
 from dcpjax.host.speculation import AcceptanceAlarm, AdaptiveDrafts
+from dcpjax.interrupts import interrupts_held
 from dcpjax.prompts import as_ids, as_list
 from dcpjax.runner import Runner
 from dcpjax.spec import USUAL_DRAFTS, Speculation
@@ -230,7 +228,7 @@ class LLM:
                     requests[-1].append(
                         self.add(prompt, wanted, choice=choice, cache_salt=cache_salt, no_store=no_store)
                     )
-            with _interrupts_held() as pending:
+            with interrupts_held() as pending:
                 while any(request.status != "finished" for choices in requests for request in choices):
                     self.engine.step()
                     if pending:
@@ -274,7 +272,7 @@ class LLM:
             self._check_ids("next_token", [next_token])
         pages = self._borrow(len(ids) + (next_token is not None))
         try:
-            with _interrupts_held():
+            with interrupts_held():
                 return self._tracer.trace(ids, None if next_token is None else int(next_token), pages)
         finally:
             self._give_back(pages)
@@ -288,7 +286,7 @@ class LLM:
             raise RequestError(f"k: got {k!r}, the number of drafts must be a whole number, at least 0")
         pages = self._borrow(len(ids) + k)
         try:
-            with _interrupts_held():
+            with interrupts_held():
                 return self._tracer.draft(ids, int(k), pages)
         finally:
             self._give_back(pages)
@@ -331,32 +329,6 @@ class LLM:
         if len(given) != count:
             raise RequestError(f"sampling_params: got {len(given)} for {count} prompts; give one, or one for each")
         return list(given)
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[list[int]]:
-    """Holds Ctrl-C back while a step may have given its buffers away: an exception between the call and the assignment
-    of what came back would lose the caches. The yielded list tells whether one came; it is raised at the end at the
-    latest, a second one at once.
-    """
-    pending: list[int] = []
-    usual = signal.default_int_handler
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
-        yield pending
-        return
-
-    def hold(number: int, frame: Any) -> None:
-        if pending:
-            usual(number, frame)
-        pending.append(number)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield pending
-    finally:
-        signal.signal(signal.SIGINT, usual)
-    if pending:
-        raise KeyboardInterrupt
 
 
 def _output(choices: list[Request], pin: float | None) -> RequestOutput:

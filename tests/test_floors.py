@@ -26,6 +26,7 @@ FLOORS = {
     7: (
         "dcpjax.bench",
         "dcpjax.describe",
+        "dcpjax.interrupts",
         "dcpjax.llm",
         "dcpjax.prompts",
         "dcpjax.serve",
