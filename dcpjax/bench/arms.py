@@ -4,12 +4,14 @@ An arm decodes at a long context without computing it first: its pools are fille
 the layout, and published as the pages of random prompts, so that the engine takes them over as hits.
 """
 
+import argparse
 import dataclasses
 import gc
 import os
+import pathlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +91,13 @@ def decode(arm: Arm, num_tokens: int) -> Run:
     seconds = time.perf_counter() - begin
     text = tuple(tuple(request.output) for request in requests)
     return Run(seconds, sum(map(len, text)) - had, engine.stats.steps - steps, text)
+
+
+def add_arguments(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], None]) -> None:
+    """What commands that build engines take."""
+    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, times mean nothing")
+    parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
+    parser.set_defaults(run=run)
 
 
 def compile_carelessly() -> None:

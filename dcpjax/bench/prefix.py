@@ -11,7 +11,6 @@ Prediction: cold / warm = 1 / (0.1 + fixed / cold). `fixed`, what a request take
 import argparse
 import dataclasses
 import json
-import pathlib
 import statistics
 from typing import Any
 
@@ -40,9 +39,7 @@ QUICK = Sizes(prompt=112, shared=96, drafts=(0, 2), rounds=1, block=16)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, times mean nothing")
-    parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
-    parser.set_defaults(run=run)
+    arms.add_arguments(parser, run)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -10,7 +10,6 @@ One row for each dcp size and draft layout. No cell is a claim about a large mac
 
 import argparse
 import json
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,9 +30,7 @@ COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, times mean nothing")
-    parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
-    parser.set_defaults(run=run)
+    arms.add_arguments(parser, run)
 
 
 def run(args: argparse.Namespace) -> None:

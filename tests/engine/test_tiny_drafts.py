@@ -4,30 +4,15 @@ A draft that reads its shard as the whole context shows here and nowhere else: t
 right, and acceptance falls (from 4.0 to 1.6 where this was first met).
 """
 
-import random
-
 import pytest
 
 from dcpjax import LLM, SamplingParams
-from models.train import generator
+from dcpjax.bench import chats
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 K, CHATS, ROOM = 5, 12, 255
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
-
-
-def chats(llm: LLM) -> list[list[int]]:
-    """Unseen chats, each cut before one of the model's turns."""
-    rng, prompts = random.Random(5), []
-    assistant, no_thinking = (llm.tokenizer.encode(text) for text in ("<|assistant|>", "</think>"))
-    while len(prompts) < CHATS:
-        ids = llm.tokenizer.encode(generator.document(rng, ROOM, 0.2))
-        cut = rng.choice([i for i, token in enumerate(ids) if [token] == assistant]) + 2
-        cut += ids[cut : cut + 1] == no_thinking
-        if cut <= ROOM:
-            prompts.append(ids[:cut])
-    return prompts
 
 
 def make(dcp: int, k: int, draft_kv: str = "sharded") -> LLM:
@@ -42,7 +27,9 @@ def make(dcp: int, k: int, draft_kv: str = "sharded") -> LLM:
 
 
 def answers(llm: LLM) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(chats(llm), GREEDY)]
+    return [
+        output.outputs[0].token_ids for output in llm.generate(chats.prompts(llm.tokenizer, CHATS, ROOM, 40), GREEDY)
+    ]
 
 
 @pytest.fixture(scope="module")
