@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from dcpjax import collectives
 from dcpjax.mesh import MeshPlan
 from dcpjax.pallas_kernels.experts import experts_ffn, fitting
-from dcpjax.quant import einsum, linear
+from dcpjax.quant import einsum, linear, specs
 
 
 def embed(table: jax.Array, tokens: jax.Array, plan: MeshPlan) -> jax.Array:
@@ -36,7 +36,8 @@ def dense_ffn(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, pla
     def body(x, gate, up, down):
         return collectives.sum_devices(swiglu(x, gate, up, down))
 
-    return plan.per_device(body, (whole, into, into, out), whole)(x, gate, up, down)
+    parts = specs(gate, into), specs(up, into), specs(down, out)
+    return plan.per_device(body, (whole, *parts), whole)(x, gate, up, down)
 
 
 def route(
@@ -89,6 +90,6 @@ def moe_ffn(
 
     into, out, whole = plan.spec("width", None), plan.spec(None, "width"), plan.spec()
     stack_into, stack_out = plan.spec(None, "width", None), plan.spec(None, None, "width")
-    return plan.per_device(body, (whole, whole, whole, stack_into, stack_into, stack_out, into, into, out), whole)(
-        x, experts, weight, gate, up, down, shared_gate, shared_up, shared_down
-    )
+    weights = gate, up, down, shared_gate, shared_up, shared_down
+    parts = map(specs, weights, (stack_into, stack_into, stack_out, into, into, out))
+    return plan.per_device(body, (whole, whole, whole, *parts), whole)(x, experts, weight, *weights)

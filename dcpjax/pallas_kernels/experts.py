@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dcpjax.pallas_kernels.experts_triton import MOST_TOKENS, ExpertsConfig, experts_triton
+from dcpjax.quant import plain
 
 # Blocks of JAX's grouped product for Hopper: columns of the result, and depth of a step along the sum.
 _COLUMNS, _DEPTH = 128, 64
@@ -36,9 +37,11 @@ def experts_ffn(
     """`Σ_j weight[t, j] · down_e (silu(gate_e x_t) * (up_e x_t))`, e = `experts[t, j]`: `[T, D]` in x's dtype.
 
     `x [T, D]`; `experts [T, k]` int32, different ones in a row; `weight [T, k]` float32; stacks `gate`, `up [E, I, D]`,
-    `down [E, D, I]`. `backend` is "xla", "triton" (at most `MOST_TOKENS` tokens; "interpret" for tests) or "mosaic" (any
+    `down [E, D, I]`, plain or quantised. `backend` is "xla", "triton" (at most `MOST_TOKENS` tokens; "interpret" for tests) or "mosaic" (any
     number). Raises `NotImplementedError` where the kernel does not serve these shapes.
     """
+    # No kernel reads quantised stacks yet: a copy of one layer's experts is made.
+    gate, up, down = plain((gate, up, down), x.dtype)
     if backend in ("triton", "interpret"):
         return experts_triton(x, experts, weight, gate, up, down, config, backend == "interpret")
     if backend == "mosaic":
