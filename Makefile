@@ -5,13 +5,14 @@
 #                       adds flags
 #   make test           lint and the tests; PYTEST_ARGS='-k word' adds arguments
 #   make test-matrix    full products of settings (long)
+#   make test-gpu       kernels, engines and attention on this machine's GPUs; needs PYTHON=… with a JAX that sees them
 #   make lint           formatting and lint alone
 #   make clean          removes .venv and caches
 #
 # PYTHON=… names the Python to use; EXTRAS=test,cuda13 installs for NVIDIA GPUs.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-matrix lint clean
+.PHONY: help setup serve test test-matrix test-gpu lint clean
 
 EXTRAS ?= test
 ARGS ?=
@@ -42,6 +43,10 @@ test: lint
 
 test-matrix: setup
 	$(pytest) -m matrix $(PYTEST_ARGS)
+
+test-gpu:
+	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+	$(PYTHON) -m pytest --on-gpu $(PYTEST_ARGS) $(patsubst %,tests/attention/test_%.py,attend select select_kernels merge decision_4)
 
 clean:
 	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -48,7 +48,7 @@ class EngineConfig:
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     kv_cache_memory_bytes: int | None = None
-    kernels: str | dict[str, Any] | None = None
+    kernels: str | dict[str, Any] | None = "auto"
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -66,15 +66,17 @@ class Kernels:
 
     @classmethod
     def chosen(cls, choices: str | Mapping[str, Any] | None, *where: Any) -> "Kernels":
-        """A user's choice: None is XLA for all, "auto" what `for_platform(*where)` says, else names. Raises `ConfigError`.
-
-        XLA is the default until whole engines have run with the kernels on the devices they are for.
-        """
-        if choices == "auto":
+        """A user's choice: None and "auto" are what `for_platform(*where)` says, "xla" is XLA for all, and a mapping changes
+        "auto" by name. Raises `ConfigError`."""
+        if choices == "xla":
+            return cls()
+        if choices in (None, "auto"):
             return cls.for_platform(*where)
-        if choices is not None and not isinstance(choices, Mapping):
-            raise ConfigError(f"kernels: give 'auto', or a mapping of {', '.join(CHOICES)}; got {choices!r:.100}")
-        return cls().replaced(choices)
+        if not isinstance(choices, Mapping):
+            raise ConfigError(
+                f"kernels: give 'auto', 'xla', or a mapping of {', '.join(CHOICES)}; got {choices!r:.100}"
+            )
+        return cls.for_platform(*where).replaced(choices)
 
     def replaced(self, choices: Mapping[str, Any] | None) -> "Kernels":
         """With the user's choices by name. Raises `ConfigError`."""

@@ -1,6 +1,7 @@
 """What every test needs before it imports anything that touches JAX: eight CPU devices and a compile cache.
 
-Tests marked `gpu` see the machine's own devices instead, in a run of their own: `pytest -m gpu`.
+Tests marked `gpu` see the machine's own devices instead, in a run of their own: `pytest -m gpu`. So does any file with
+`--on-gpu`, where the attention tests run with every kernel on. `make test-gpu` does both.
 """
 
 import gc
@@ -20,8 +21,12 @@ hypothesis.settings.register_profile("explore", max_examples=500, deadline=None)
 hypothesis.settings.load_profile("same")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--on-gpu", action="store_true", help="run on this machine's GPUs, with the kernels for them")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr != "gpu":
+    if config.option.markexpr != "gpu" and not config.option.on_gpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
     # Compiled code is only good for the processor it was compiled for, and the folder may be on a shared disk.

@@ -8,6 +8,7 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 
 from dcpjax.attention import AttentionOptions, Selection, attend, select
 from dcpjax.batch import ForwardBatch
@@ -22,12 +23,23 @@ TOPK = 4
 VALUE = 16  # values of a latent row; the rest are the rotated key; the least widths that kernels have
 WIDTH = 32
 HEADS = 8
-INDEX_HEADS, INDEX_DIM = 2, 4
+INDEX_HEADS, INDEX_DIM = 2, 16  # the first four of a key's values are not zero
 SCALE = 0.3
 LAYERS = 2  # the tests use layer 1; layer 0 holds NaN
 BY_QUERIES = AttentionOptions(movement="queries")
 # Kernels as the interpreter runs them: slowly, and anywhere.
 INTERPRETED = Kernels(sparse_mla="interpret", merge="interpret")
+NUM_DEVICES = jax.device_count()
+ON_GPU = jax.default_backend() == "gpu"
+NEEDS_RANKS = pytest.mark.skipif(NUM_DEVICES < 2, reason="one device has nothing to exchange")
+COMPILED = Kernels(sparse_mla="triton", merge="triton", indexer="triton", topk="triton", experts="triton")
+
+
+def on_device(options: AttentionOptions) -> AttentionOptions:
+    """The options as they are; on a GPU (`make test-gpu`) with every kernel in XLA's and the interpreter's place."""
+    if not ON_GPU:
+        return options
+    return dataclasses.replace(options, kernels=dataclasses.replace(COMPILED, invariant=options.kernels.invariant))
 
 
 def columns(layout: CacheLayout) -> np.ndarray:
@@ -55,7 +67,10 @@ def rows_of(pool: Pool) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """A mesh and how target or draft pools lie on it. The default index lies as the latent rows do."""
+    """A mesh and how target or draft pools lie on it. The default index lies as the latent rows do.
+
+    On a GPU machine a mesh is as large as it can be there: dcp 1 on one device, 2 on two.
+    """
 
     dcp: int = 1
     interleave: int = 1
@@ -63,6 +78,11 @@ class Geometry:
     latent_sharded: bool = True
     index_sharded: bool = True
     num_pages: int = 128
+
+    def __post_init__(self):
+        if ON_GPU:
+            object.__setattr__(self, "dcp", min(self.dcp, NUM_DEVICES))
+            object.__setattr__(self, "tp", min(self.tp, NUM_DEVICES // self.dcp))
 
     @property
     def plan(self) -> MeshPlan:
@@ -100,7 +120,8 @@ class World:
                 first = pages[b, p] * PAGE
                 written[first : first + min(PAGE, length - p * PAGE)] = True
         latent = rng.normal(size=(slots, WIDTH)).astype(np.float32)
-        index = rng.integers(-2, 3, (slots, INDEX_DIM)).astype(np.float32)
+        index = np.zeros((slots, INDEX_DIM), np.float32)
+        index[:, :4] = rng.integers(-2, 3, (slots, 4))
         return cls(latent, index, pages, written)
 
     def place(self, request: int, slot: int) -> int:
@@ -138,7 +159,10 @@ class Queries:
             request=np.array([r for r, _ in padded], np.int32),
             slot=np.array([s for _, s in padded], np.int32),
             q=np.stack([g.normal(size=(HEADS, WIDTH)) for g in drawn]).astype(np.float32),
-            index_q=np.stack([g.integers(-2, 3, (INDEX_HEADS, INDEX_DIM)) for g in drawn]).astype(np.float32),
+            index_q=np.pad(
+                np.stack([g.integers(-2, 3, (INDEX_HEADS, 4)) for g in drawn]).astype(np.float32),
+                ((0, 0), (0, 0), (0, INDEX_DIM - 4)),
+            ),
             weight=np.stack([g.integers(-4, 5, INDEX_HEADS) / 4 for g in drawn]).astype(np.float32),
         )
 
@@ -197,6 +221,7 @@ def run(
     first_slot: int = 0, options: AttentionOptions = BY_QUERIES, function=layer,
 ) -> tuple[tuple[Pool, Pool], Selection, np.ndarray]:  # fmt: skip
     """Writes the queries' rows, selects and attends: pools, selection, output `[T, HEADS, VALUE]`."""
+    options = on_device(options)
     plan, batch = geometry.plan, batch_of(world, queries, geometry, write)
     places = [world.place(r, max(s, 0)) for r, s in zip(queries.request, queries.slot)]
     q = jax.device_put(queries.q, plan.sharding(None, "heads", None))

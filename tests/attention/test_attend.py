@@ -11,6 +11,7 @@ from dcpjax.attention import AttentionOptions
 from dcpjax.kernels import Kernels
 from tests.attention.paged import (
     INTERPRETED,
+    NEEDS_RANKS,
     PAGE,
     Geometry,
     Queries,
@@ -179,6 +180,7 @@ def test_inv_12_br_04_verify_rows_in_batches(rows):
     check(world, queries, chosen, out)
 
 
+@NEEDS_RANKS
 @pytest.mark.parametrize("interleave", [1, 2])
 def test_br_07_rows_movement_with_unequal_last_tiles(interleave):
     """A context of 37 tokens on 5 pages in tiles of 2: three tiles, the last one page wide with unequal shares."""
@@ -190,13 +192,14 @@ def test_br_07_rows_movement_with_unequal_last_tiles(interleave):
     _, _, by_queries = run(world, world.pools(geometry), queries, geometry)
     check(world, queries, chosen, by_rows)
     np.testing.assert_allclose(by_rows, by_queries, atol=2e-6, rtol=0)
-    assert len({geometry.latent.local_len(37 - 4 * PAGE, rank) for rank in range(4)}) > 1
+    assert len({geometry.latent.local_len(37 - 4 * PAGE, rank) for rank in range(geometry.dcp)}) > 1
     # Attention over the first two tiles alone is something else: the last tile matters in this test.
     cut = [[s for s in slots if s < 4 * PAGE] for slots in slots_of(chosen)]
     assert cut != slots_of(chosen)
     assert np.abs(oracle_output(world, queries, cut) - by_rows).max() > 0.1
 
 
+@NEEDS_RANKS
 def test_movement_follows_the_byte_count():
     """A decode step moves queries, a long prefill moves rows; both are really taken."""
     geometry, automatic = Geometry(4, num_pages=16), AttentionOptions(tile_tokens=2 * PAGE)
@@ -214,6 +217,7 @@ def test_movement_follows_the_byte_count():
     assert ["reduce_scatter" in text for text in texts] == [True, False]
 
 
+@NEEDS_RANKS
 def test_replicated_pools_equal_sharded_ones():
     world = lengths_world()
     queries = Queries.make([(b, b) for b in range(3 * PAGE + 1)], TOKENS)

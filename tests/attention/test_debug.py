@@ -9,6 +9,7 @@ import pytest
 
 from dcpjax.attention import AttentionOptions
 from tests.attention.paged import (
+    INDEX_DIM,
     LAYERS,
     PAGE,
     WIDTH,
@@ -81,7 +82,7 @@ def test_without_debug_nothing_is_compiled():
         zeros = np.zeros((2, WIDTH), np.float32)
         return str(
             trace(
-                *world.pools(geometry), zeros, zeros[:, :4], queries.q, queries.index_q, queries.weight,
+                *world.pools(geometry), zeros, zeros[:, :INDEX_DIM], queries.q, queries.index_q, queries.weight,
                 batch_of(world, queries, geometry), 0, options, geometry.plan,
             )
         )  # fmt: skip

@@ -26,6 +26,7 @@ from tests.attention.paged import (
     Queries,
     World,
     check,
+    on_device,
     oracle_output,
     oracle_selection,
     pool_of,
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 CFG = toy.config("FS", "DM")
 GEOMETRY = Geometry(4, 2, num_pages=16)
-NET = Network(CFG, GEOMETRY.plan, AttentionOptions())
+NET = Network(CFG, GEOMETRY.plan, on_device(AttentionOptions()))
 NOWHERE = GEOMETRY.latent.nowhere
 SIZE, WIDTH = 24, 3  # query tokens, padding included; pages of a table
 PROMPT, HIT = 20, PAGE  # tokens of each prompt; tokens that A and B share
@@ -48,7 +49,7 @@ CLOSE = {"atol": 1e-4, "rtol": 0}
 
 def tokens_of(name: str) -> np.ndarray:
     """Two prompts that are equal up to token HIT, and one token more (what follows the prompt)."""
-    drawn = {x: np.random.default_rng(seed).integers(0, CFG.vocab_size, PROMPT + 1) for x, seed in (("A", 1), ("B", 4))}
+    drawn = {x: np.random.default_rng(seed).integers(0, CFG.vocab_size, PROMPT + 1) for x, seed in (("A", 1), ("B", 6))}
     drawn["B"][:HIT] = drawn["A"][:HIT]
     assert drawn["B"][HIT] != drawn["A"][HIT]
     return drawn[name].astype(np.int32)
@@ -100,7 +101,7 @@ def target(cache, name, rows, see=0, own=0, write=None):
     """Target rows of a prompt. The rule is `see = own = 0`; `write` picks the rows that are written (default all)."""
     written = [i + own if write is None or write(i) else -1 for i in rows]
     made = batch(tokens_of(name)[list(rows)], rows, [i + see for i in rows], written, PAGES[name])
-    hidden, cache = _target(toy.sharded_params(CFG, 1, 4), cache, made, NET)
+    hidden, cache = _target(toy.sharded_params(CFG, GEOMETRY.tp, GEOMETRY.dcp), cache, made, NET)
     return np.asarray(hidden)[: len(rows)], cache
 
 
@@ -110,7 +111,7 @@ def draft(cache, name, rows, shift=1, write=None):
     made = batch(tokens_of(name)[[i + 1 for i in rows]], rows, [i + shift for i in rows], written, PAGES[name])
     hidden = np.zeros((SIZE, CFG.hidden_size), np.float32)
     hidden[: len(rows)] = np.asarray(truth(name)[0].final_hidden)[list(rows)]
-    out, cache, slots = _draft(toy.sharded_params(CFG, 1, 4), cache, made, hidden, NET)
+    out, cache, slots = _draft(toy.sharded_params(CFG, GEOMETRY.tp, GEOMETRY.dcp), cache, made, hidden, NET)
     return np.asarray(out)[: len(rows)], cache, np.asarray(slots)[: len(rows)]
 
 

@@ -1,5 +1,6 @@
 """The exact global top-k: the same set in every geometry, in a total order, each slot kept by one rank."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,14 +9,17 @@ import numpy as np
 import pytest
 
 from dcpjax import attention
+from dcpjax.attention import AttentionOptions
 from dcpjax.batch import ForwardBatch
 from dcpjax.pallas_kernels.topk import NO_SLOT, topk_candidates
-from tests.attention.paged import PAGE, Geometry, columns, pool_of, slots_of
+from tests.attention.paged import PAGE, Geometry, columns, on_device, pool_of, slots_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 REQUESTS, TABLE, TOPK = 12, 3, 5
 SIZE = TABLE * PAGE
+# The scores are the tests' own.
+KERNELS = dataclasses.replace(on_device(AttentionOptions()).kernels, indexer="xla")
 GEOMETRIES = {
     "dcp1": Geometry(1, num_pages=64),
     "dcp2": Geometry(2, num_pages=64),
@@ -45,7 +49,7 @@ def compiled(topk):
 
     def call(index, latent, batch, first_slot, plan):
         zero = jnp.zeros((len(batch.slots), 1, 1))
-        return attention.select(zero, zero[..., 0], index, 0, latent, batch, topk, first_slot, plan)
+        return attention.select(zero, zero[..., 0], index, 0, latent, batch, topk, first_slot, plan, KERNELS)
 
     return jax.jit(call, static_argnames=("first_slot", "plan"))
 
@@ -160,7 +164,7 @@ def test_index_shards_one_equals_dcp():
     rng = np.random.default_rng(1)
     scores, lengths = rng.integers(0, 3, (REQUESTS, SIZE)).astype(np.float32), rng.integers(1, SIZE + 1, REQUESTS)
     sharded, replicated = Geometry(4, num_pages=64), GEOMETRIES["dcp4, index 1"]
-    assert (sharded.index.shards, replicated.index.shards, replicated.latent.shards) == (4, 1, 4)
+    assert (sharded.index.shards, replicated.index.shards, replicated.latent.shards) == (sharded.dcp, 1, sharded.dcp)
     first, second = (select(scores, lengths, g)[0] for g in (sharded, replicated))
     for name in ("slots", "rows", "count"):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))

@@ -1,8 +1,5 @@
 """Selection by the kernels: the oracle's sets, in every way that an index can lie on the ranks."""
 
-import dataclasses
-
-import numpy as np
 import pytest
 
 from dcpjax.attention import AttentionOptions
@@ -18,15 +15,6 @@ CASES = {
 OPTIONS = AttentionOptions(movement="queries", kernels=Kernels(indexer="interpret", topk="interpret"))
 
 
-def widened(world: World, queries: Queries) -> tuple[World, Queries]:
-    """Keys of 16 values, the kernel's least: the others are zero."""
-    keys = np.pad(world.index, ((0, 0), (0, 12)))
-    return (
-        dataclasses.replace(world, index=keys),
-        dataclasses.replace(queries, index_q=np.pad(queries.index_q, ((0, 0), (0, 0), (0, 12)))),
-    )
-
-
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("geometry, first_slot", CASES.values(), ids=CASES)
 def test_kernels_select_what_the_oracle_does(geometry, first_slot):
@@ -34,6 +22,5 @@ def test_kernels_select_what_the_oracle_does(geometry, first_slot):
     world = World.make(LENGTHS, 4)
     tokens = [(r, s) for r, length in enumerate(LENGTHS) for s in range(max(0, length - 3), length)]
     queries = Queries.make(tokens, 16)
-    world, queries = widened(world, queries)
     _, chosen, out = run(world, world.pools(geometry), queries, geometry, first_slot=first_slot, options=OPTIONS)
     check(world, queries, chosen, out, first_slot)

@@ -11,7 +11,7 @@ from dcpjax.runner import Limits, Runner
 from models.config import ModelConfig, from_hf
 from models.glm_moe_dsa import Network
 from models.params import Params, Weight, declare, map_weights, pad_to
-from tests.attention.paged import PAGE, Geometry
+from tests.attention.paged import PAGE, Geometry, on_device
 
 RAW = {
     "model_type": "glm_moe_dsa",
@@ -21,10 +21,10 @@ RAW = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
+    "qk_rope_head_dim": 16,
     "v_head_dim": 8,
     "index_n_heads": 2,
-    "index_head_dim": 8,
+    "index_head_dim": 16,
     "index_topk": 4,
     "intermediate_size": 32,
     "moe_intermediate_size": 16,
@@ -84,7 +84,7 @@ def runner(
     length: int = 3 * PAGE,
 ) -> Runner:
     return Runner(
-        Network(cfg, geometry.plan, options),
+        Network(cfg, geometry.plan, on_device(options)),
         sharded_params(cfg, geometry.tp, geometry.dcp),
         cache(cfg, geometry),
         cache(cfg, geometry, draft=True),

@@ -1,5 +1,7 @@
 """The tiny model with kernels, run by the interpreter: the text is the one without, and the log says which are used."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,27 +23,29 @@ def line_of(llm):
 @pytest.mark.parametrize("dcp, backend", [(1, "ag_rs"), (2, "a2a")])
 def test_same_text(dcp, backend):
     texts = []
-    for kernels in (None, {"sparse_mla": "interpret", "merge": "interpret"}):
+    for kernels in ("xla", {"sparse_mla": "interpret", "merge": "interpret"}):
         llm = LLM(decode_context_parallel_size=dcp, dcp_comm_backend=backend, kernels=kernels, **SMALL)
         (out,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
         texts.append(out.outputs[0].token_ids)
-        assert ("interpret" in line_of(llm)) == (kernels is not None)
+        assert ("interpret" in line_of(llm)) == (kernels != "xla")
     assert texts[0] == texts[1]
 
 
 def test_names_are_checked():
     with pytest.raises(ConfigError, match="kernels: sparse_mla 'fast' is not known"):
         LLM(kernels={"sparse_mla": "fast"}, **SMALL)
-    with pytest.raises(ConfigError, match="kernels: give 'auto', or a mapping of sparse_mla"):
+    with pytest.raises(ConfigError, match="kernels: give 'auto', 'xla', or a mapping of sparse_mla"):
         LLM(kernels="triton", **SMALL)
 
 
-def test_kernels_are_used_when_asked_for():
-    """The default is XLA on every platform; "auto" on a CPU is XLA too."""
+def test_kernels_are_the_platforms_and_the_users():
+    """A mapping changes what the platform gets; on a CPU that is XLA."""
     where = ("gpu", jnp.bfloat16, 512, 64, 128)
-    assert Kernels.chosen(None, *where) == Kernels()
-    assert Kernels.chosen("auto", *where) == Kernels.for_platform(*where) != Kernels()
-    assert "triton" not in line_of(LLM(kernels="auto", **SMALL))
+    best = Kernels.for_platform(*where)
+    assert Kernels.chosen(None, *where) == Kernels.chosen("auto", *where) == best != Kernels()
+    assert Kernels.chosen("xla", *where) == Kernels()
+    assert Kernels.chosen({"topk": "xla"}, *where) == dataclasses.replace(best, topk="xla")
+    assert "triton" not in line_of(LLM(**SMALL))
 
 
 @pytest.mark.gpu
@@ -49,6 +53,6 @@ def test_kernels_are_used_when_asked_for():
 @pytest.mark.parametrize("kernels", [{"sparse_mla": "triton", "merge": "triton"}, "auto"], ids=["attention", "auto"])
 def test_same_logits_on_a_gpu(kernels, dtype, close):
     """Close in the norm of all logits, and the same best tokens at nearly all places."""
-    plain, fast = (LLM(dtype=dtype, kernels=arm, **SMALL).trace(PROMPT).logits for arm in (None, kernels))
+    plain, fast = (LLM(dtype=dtype, kernels=arm, **SMALL).trace(PROMPT).logits for arm in ("xla", kernels))
     assert np.linalg.norm(fast - plain) < close * np.linalg.norm(plain)
     assert (fast.argmax(1) == plain.argmax(1)).mean() > 0.9
