@@ -1,7 +1,6 @@
 """From a checkpoint folder and a handful of sizes to a runner: every check that can fail does so before weights load."""
 
 import dataclasses
-import math
 import numbers
 import pathlib
 from collections.abc import Callable
@@ -22,9 +21,11 @@ from dcpjax.mesh import MeshPlan, make_plan
 from dcpjax.runner import Limits, Runner
 from dcpjax.spec import Speculation
 from models import weights
+from models.checkpoint import Checkpoint
 from models.config import ModelConfig, read_config
 from models.glm_moe_dsa import Network
-from models.params import Params, abstract
+from models.params import Params
+from models.stored import FormOf, abstract, all_plain, bytes_per_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +106,11 @@ class Resolved:
     zero_new_pages: bool
 
 
-def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
-    """Checks a configuration against a model and the devices there are. Raises `ConfigError`."""
+def resolve(cfg: ModelConfig, config: EngineConfig, form_of: FormOf = all_plain) -> Resolved:
+    """Checks a configuration against a model and the devices there are. Raises `ConfigError`.
+
+    `form_of` says in which format weights lie in memory.
+    """
     check_backend(config.backend)
     plan = make_plan(config.tensor_parallel_size, config.decode_context_parallel_size)
     dtype = _choose_dtype(config.dtype, plan)
@@ -132,7 +136,7 @@ def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
     if pages is None:
         nbytes = config.kv_cache_memory_bytes
         pages = capacity.num_pages(
-            shape, plan, config.block_size, seqs * length, nbytes, params_bytes(cfg, plan, dtype)
+            shape, plan, config.block_size, seqs * length, nbytes, bytes_per_device(abstract(cfg, plan, dtype, form_of))
         )
     widths = cfg.kv_rank, cfg.rope_dim, cfg.indexer.head_dim
     kernels = Kernels.chosen(config.kernels, plan.platform, dtype, *widths)
@@ -147,17 +151,20 @@ def resolve(cfg: ModelConfig, config: EngineConfig) -> Resolved:
     )
 
 
-def params_bytes(cfg: ModelConfig, plan: MeshPlan, dtype: Any) -> int:
-    """Bytes of the weights on one device."""
-    leaves = jax.tree.leaves(abstract(cfg, plan, dtype))
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+def build_runner(
+    folder: pathlib.Path,
+    config: EngineConfig,
+    overrides: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Runner:
+    """Checks everything, then loads the weights and makes the pools. Raises `ConfigError` or `CheckpointError`.
 
-
-def build_runner(folder: pathlib.Path, config: EngineConfig, overrides: dict[str, Any] | None = None) -> Runner:
-    """Checks everything, then loads the weights and makes the pools. Raises `ConfigError` or `CheckpointError`."""
+    `progress(done, total)` is called with bytes of weights while they load.
+    """
     cfg = read_config(folder, overrides)
-    ready = resolve(cfg, config)
-    return make_runner(ready, weights.load(folder, cfg, ready.net.plan, ready.dtype))
+    checkpoint = Checkpoint.open(folder, cfg)
+    ready = resolve(cfg, config, checkpoint.form)
+    return make_runner(ready, weights.place(checkpoint, cfg, ready.net.plan, ready.dtype, progress=progress))
 
 
 def make_runner(ready: Resolved, params: Params) -> Runner:

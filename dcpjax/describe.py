@@ -1,19 +1,15 @@
 """What the start-up log says of an engine: mesh, memory, kernels, where prefixes can hit, how drafts are made."""
 
-import math
-
-import jax
-
-from dcpjax import build, capacity
+from dcpjax import capacity
 from dcpjax.runner import Runner
+from models.stored import bytes_per_device
 
 
 def describe(runner: Runner, prefix_caching: bool = True) -> list[str]:
     """Lines for a log. Bytes a token are told twice: by the formula of the layout, and as the pools are allocated."""
-    plan, cfg, layout = runner.net.plan, runner.net.cfg, runner.cache.latent.layout
-    weights = build.params_bytes(cfg, plan, runner.params.norm.dtype)
-    pools = jax.tree.leaves((runner.cache, runner.draft_cache))
-    allocated = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in pools)
+    plan, layout = runner.net.plan, runner.cache.latent.layout
+    weights = bytes_per_device(runner.params)
+    allocated = bytes_per_device((runner.cache, runner.draft_cache))
     tokens = (layout.num_pages - 1) * layout.page_tokens
     return [
         "devices: " + ", ".join(str(device) for device in plan.mesh.devices.flat),

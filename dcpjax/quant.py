@@ -43,6 +43,9 @@ class QArray:
     def ndim(self) -> int:
         return self.values.ndim
 
+    def __len__(self) -> int:
+        return len(self.values)
+
 
 def dequantise(w: jax.Array | QArray, dtype: Any) -> jax.Array:
     """The matrices in `dtype`, scaled in float32."""

@@ -11,6 +11,7 @@ import pathlib
 from typing import Any
 
 from dcpjax.errors import ConfigError
+from models.quantconfig import quantization_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +192,7 @@ def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> Mod
     Raises `ConfigError` for a missing key, an unsupported value or an unknown key that could size an array.
     """
     read = _Reader({**raw, **(overrides or {})})
+    quantization_of(read.raw)
     for key, allowed in _FIXED.items():
         value = read.get(key, allowed[0])
         if value not in allowed:

@@ -272,16 +272,6 @@ def map_weights(f: Callable[[Weight], Any], tree: Any) -> Any:
     return jax.tree.map(f, tree, is_leaf=is_weight)
 
 
-def abstract(cfg: ModelConfig, plan: MeshPlan, dtype: jnp.dtype) -> Params:
-    """Shapes, dtypes and shardings of the parameters on this mesh, without any memory."""
-    return map_weights(
-        lambda w: jax.ShapeDtypeStruct(
-            w.full_shape, jnp.float32 if w.float32 else dtype, sharding=plan.sharding(*w.full_axes)
-        ),
-        declare(cfg, plan.pad),
-    )
-
-
 def init(cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
     """Random unpadded parameters: matrices N(0, 1/fan_in), norms 1, biases 0, embeddings N(0, 1)."""
     weights, tree = jax.tree.flatten(declare(cfg), is_leaf=is_weight)

@@ -4,10 +4,13 @@ Reading maps the file and touches no data, so a checkpoint larger than memory ca
 each array is the one on disk. Writing streams: arrays are asked for one at a time, after all shapes are known.
 """
 
+import dataclasses
 import json
 import math
+import mmap
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -31,15 +34,31 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def open_file(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """Tensor name → read-only array mapped from the file.
+# What the format allows.
+_LARGEST_HEADER = 100_000_000
 
-    Raises `CheckpointError`, which names the file, when it is missing, truncated or not in this format.
-    """
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TensorFile:
+    """A mapped file: tensor name → read-only array."""
+
+    tensors: dict[str, np.ndarray]
+    mapping: mmap.mmap
+
+    def release(self) -> None:
+        """Takes what was read out of this process's memory; it is read again when it is asked for again."""
+        self.mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def open_file(path: pathlib.Path) -> TensorFile:
+    """Maps a file. Raises `CheckpointError`, which names it, when it is missing, truncated or not in this format."""
     try:
-        data = np.asarray(np.memmap(path, np.uint8, mode="r")) if path.stat().st_size else np.zeros(0, np.uint8)
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    data = np.frombuffer(mapping, np.uint8)[:size]
     body, header = _header(path, data)
     tensors, end = {}, 0
     for name, (dtype, shape, start, stop) in sorted(header.items(), key=lambda item: item[1][2:]):
@@ -51,7 +70,7 @@ def open_file(path: pathlib.Path) -> dict[str, np.ndarray]:
         end = stop
     if end != body.size:
         raise CheckpointError(f"{path} is corrupt: {body.size - end} bytes follow the last tensor")
-    return tensors
+    return TensorFile(tensors, mapping)
 
 
 def _header(path: pathlib.Path, data: np.ndarray) -> tuple[np.ndarray, dict[str, tuple]]:
@@ -61,16 +80,42 @@ def _header(path: pathlib.Path, data: np.ndarray) -> tuple[np.ndarray, dict[str,
         raise CheckpointError(
             f"{path} is truncated or no safetensors file: its header does not fit in {data.size} bytes"
         )
+    if size > _LARGEST_HEADER:
+        raise CheckpointError(f"{path} is corrupt: a header of {size} bytes, at most {_LARGEST_HEADER} are allowed")
+    raw = read_json(data[8 : 8 + size].tobytes(), f"{path} is corrupt: its header")
+    raw.pop("__metadata__", None)
+    return data[8 + size :], {name: _entry(path, name, entry) for name, entry in raw.items()}
+
+
+def _entry(path: pathlib.Path, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
     try:
-        raw = json.loads(data[8 : 8 + size].tobytes())
-        raw.pop("__metadata__", None)
-        header = {}
-        for name, entry in raw.items():
-            start, stop = entry["data_offsets"]
-            header[name] = DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])), int(start), int(stop)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is corrupt: its header cannot be parsed ({error!r})") from None
-    return data[8 + size :], header
+        shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
+        if all(type(n) is int and n >= 0 for n in (*shape, start, stop)):
+            return DTYPES[entry["dtype"]], shape, start, stop
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise CheckpointError(
+        f"{path} is corrupt: its header's entry of {name!r} cannot be read: {str(entry)[:200]}. Known dtypes: {[*DTYPES]}"
+    )
+
+
+def read_json(text: bytes, what: str) -> dict[str, Any]:
+    """A JSON object whose keys are unique. Raises `CheckpointError`, which begins with `what`."""
+    try:
+        raw = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} cannot be parsed ({str(error) or type(error).__name__})") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{what} cannot be parsed (it is no mapping)")
+    return raw
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return found
 
 
 def write_file(

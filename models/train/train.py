@@ -23,8 +23,9 @@ import tokenizers
 from dcpjax.mesh import make_plan
 from models.config import ModelConfig, from_hf, read_config
 from models.params import Params, declare, init
+from models.saving import save
 from models.train import data, gates, network, optim
-from models.weights import load, save
+from models.weights import load
 
 TINY = pathlib.Path(__file__).parent.parent / "tiny"
 

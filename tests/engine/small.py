@@ -11,7 +11,7 @@ import tokenizers
 from models import dense
 from models.config import from_hf
 from models.params import Params, init
-from models.weights import save
+from models.saving import save
 
 VOCAB = 64
 EOS = (62, 63)

@@ -8,7 +8,7 @@ import pytest
 
 from dcpjax import LLM, SamplingParams, build
 from dcpjax.errors import CheckpointError, ConfigError, RequestError
-from models.weights import save
+from models.saving import save
 from tests.engine import small
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
