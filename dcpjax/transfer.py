@@ -17,6 +17,7 @@ import numpy as np
 from dcpjax.cache import PagedCache, Pool, pool_places
 from dcpjax.errors import CacheFullError, CheckpointError, RequestError
 from dcpjax.llm import LLM
+from dcpjax.quant import plain
 from models.params import Params
 
 _NOT_ROWS = ("model", "weights", "token_ids")
@@ -138,9 +139,13 @@ def _fingerprint(llm: LLM) -> str:
 
 @jax.jit
 def _bit_sums(params: Params) -> jax.Array:
-    """Sums of the bits of each weight, modulo 2^32: no order and no zero of the padding changes them."""
-    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-    bits = (jax.lax.bitcast_convert_type(x, words[x.dtype.itemsize]) for x in jax.tree.leaves(params))
+    """Sums of the bits of each weight, modulo 2^32: no order and no zero of the padding changes them.
+
+    Quantised ones are widened first: how large a scale's block is depends on the mesh, its values do not.
+    """
+    words = {2: jnp.uint16, 4: jnp.uint32}
+    leaves = jax.tree.leaves(plain(params, jnp.float32))
+    bits = (jax.lax.bitcast_convert_type(x, words[x.dtype.itemsize]) for x in leaves)
     return jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in bits])
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcpjax.errors import CheckpointError
+from dcpjax.quant import is_quantised
 from models.checkpoint import INDEX, SINGLE, disk_shape, entries
 from models.config import ModelConfig
 from models.params import Params, Weight, declare, is_weight
@@ -33,6 +34,8 @@ def save(
     A checkpoint larger than `file_bytes` is cut into files with an index. Weights that the folder held before are
     replaced, and only when the new ones are complete. `raw_config` is written as `config.json`.
     """
+    if any(map(is_quantised, jax.tree.leaves(params, is_leaf=is_quantised))):
+        raise CheckpointError("quantised parameters cannot be saved: widen them with dcpjax.quant.plain first")
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     leaves = jax.tree.leaves(jax.tree.map(_Leaf, declare(cfg), params, is_leaf=is_weight))

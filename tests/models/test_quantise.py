@@ -66,7 +66,7 @@ def test_zeros():
 
 
 def test_a_factor_may_divide():
-    packed, scales, factor = to_nvfp4(matrix(8, 32))
+    packed, scales, _ = to_nvfp4(matrix(8, 32))
     parts = Parts(NVFP4, "v", "s", "f", divides=True)
     np.testing.assert_array_equal(
         wide(parts, (packed, scales, 1 / np.float32(0.25)), slice(0, 8)),

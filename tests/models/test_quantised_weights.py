@@ -17,6 +17,7 @@ from dcpjax.quant import QArray, plain
 from models.config import from_hf, read_config
 from models.params import declare, is_weight
 from models.quantconfig import quantization_of
+from models.saving import save
 from models.stored import FORMATS, abstract, bytes_per_device, published
 from models.tensorfile import open_file
 from models.weights import load
@@ -221,6 +222,18 @@ def test_bytes_are_not_cut(data):
     folder = data / "golden" / NVFP4
     with pytest.raises(ConfigError, match=r"down_proj.* parts of 29; use a tensor parallel size"):
         load(folder, read_config(folder), make_plan(5), jnp.float32)
+
+
+def test_saving_wants_plain_parameters(data, tmp_path):
+    folder = data / "golden" / NVFP4
+    cfg = read_config(folder)
+    params = load(folder, cfg, make_plan(2), jnp.float32)
+    with pytest.raises(CheckpointError, match=r"dcpjax\.quant\.plain"):
+        save(params, cfg, tmp_path)
+    save(plain(params, jnp.float32), cfg, tmp_path)
+    again = load(tmp_path, cfg, make_plan(2), jnp.float32)
+    for got, want in zip(values(again), values(params), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def announced(**given):
