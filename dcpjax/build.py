@@ -34,6 +34,7 @@ class EngineConfig:
 
     tensor_parallel_size: int | None = None
     decode_context_parallel_size: int = 1
+    expert_parallel: bool = False
     interleave: int = 1
     backend: str = "ag_rs"
     debug: bool = False
@@ -61,7 +62,11 @@ class EngineConfig:
 
 
 # Names of the user's options where ours are shorter.
-_NAMES = {"interleave": "cp_kv_cache_interleave_size", "debug": "dcp_debug"}
+_NAMES = {
+    "interleave": "cp_kv_cache_interleave_size",
+    "debug": "dcp_debug",
+    "expert_parallel": "enable_expert_parallel",
+}
 # Sizes that other checks divide by.
 _AT_LEAST_ONE = ("tensor_parallel_size", "decode_context_parallel_size", "interleave", "block_size")
 
@@ -112,7 +117,7 @@ def resolve(cfg: ModelConfig, config: EngineConfig, form_of: FormOf = all_plain)
     `form_of` says in which format weights lie in memory.
     """
     check_backend(config.backend)
-    plan = make_plan(config.tensor_parallel_size, config.decode_context_parallel_size)
+    plan = make_plan(config.tensor_parallel_size, config.decode_context_parallel_size, config.expert_parallel)
     dtype = _choose_dtype(config.dtype, plan)
     shape = capacity.cache_shape(
         cfg, plan, _cache_kind(config.kv_cache_dtype, dtype), config.index_shards, config.draft_kv

@@ -60,6 +60,7 @@ class LLM:
     model: a checkpoint folder; None is the embedded tiny model. tokenizer: a folder with tokenizer.json (default: the
     model's; a folder without one works with token ids, and `text` is ''). tensor_parallel_size: devices (default: the
     dcp size). decode_context_parallel_size: how many of them deal the tokens out among themselves.
+    enable_expert_parallel: whole routed experts on a device each, instead of a part of each expert on every device.
     cp_kv_cache_interleave_size: tokens in a turn. dcp_comm_backend: "ag_rs", "a2a" or "psum". index_shards: 1 or the dcp
     size (default). block_size: tokens of a logical page, the same at every dcp. num_blocks: pages, block 0 included
     (default: what memory holds). max_model_len: default the smaller of the model's positions and the pool.
@@ -84,6 +85,7 @@ class LLM:
         chat_template: str | None = None,
         tensor_parallel_size: int | None = None,
         decode_context_parallel_size: int = 1,
+        enable_expert_parallel: bool = False,
         cp_kv_cache_interleave_size: int = 1,
         dcp_comm_backend: str = "ag_rs",
         index_shards: int | None = None,
@@ -113,6 +115,7 @@ class LLM:
         config = build.EngineConfig(
             tensor_parallel_size=tensor_parallel_size,
             decode_context_parallel_size=decode_context_parallel_size,
+            expert_parallel=enable_expert_parallel,
             interleave=cp_kv_cache_interleave_size,
             backend=dcp_comm_backend,
             debug=dcp_debug,

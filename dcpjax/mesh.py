@@ -6,6 +6,7 @@ devices: it deals the tokens of the one latent head out to ranks that would othe
 
 import dataclasses
 import functools
+import math
 
 import jax
 import numpy as np
@@ -18,13 +19,19 @@ ALL = ("tp", "dcp")
 # Logical axis → mesh axes. Everything that has no entry is replicated: index heads, the low-rank projections and the
 # router among them (expert groups must not move when the mesh changes).
 _RULES = {"heads": ALL, "vocab": ALL, "width": ALL, "page_rows": ("dcp",), "ranks": ("dcp",)}
+# Routed experts lie whole on a device each (expert parallel), or every device holds its part of each of them.
+_EXPERT_RULES = {True: {"experts": ALL, "expert_width": None}, False: {"experts": None, "expert_width": ALL}}
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshPlan:
-    """A mesh and how logical axes lie on it. Static: hashable, passed to jitted functions as is."""
+    """A mesh and how logical axes lie on it. Static: hashable, passed to jitted functions as is.
+
+    expert_parallel: the axis "experts" is sharded, over all devices; otherwise "expert_width" is.
+    """
 
     mesh: Mesh
+    expert_parallel: bool = False
 
     @property
     def tp(self) -> int:
@@ -42,13 +49,17 @@ class MeshPlan:
     def platform(self) -> str:
         return self.mesh.devices.flat[0].platform
 
-    def pad(self, n: int) -> int:
-        """The least multiple of the device count that holds `n` heads, columns or tokens of the vocabulary."""
-        return -(-n // self.num_devices) * self.num_devices
+    def pad(self, n: int, axis: str = "width") -> int:
+        """The least size ≥ `n` of a dimension with this logical axis that is dealt out evenly."""
+        parts = math.prod(self.mesh.shape[name] for name in self._mesh_axes(axis) or ())
+        return -(-n // parts) * parts
+
+    def _mesh_axes(self, axis: str) -> tuple[str, ...] | None:
+        return (_RULES | _EXPERT_RULES[self.expert_parallel])[axis]
 
     def spec(self, *axes: str | None) -> PartitionSpec:
         """Partition of an array whose dimensions carry these logical axes (None: not sharded)."""
-        return PartitionSpec(*(_RULES[axis] if axis else None for axis in axes))
+        return PartitionSpec(*(self._mesh_axes(axis) if axis else None for axis in axes))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(*axes))
@@ -63,7 +74,7 @@ class MeshPlan:
 
 
 @functools.cache
-def make_plan(tensor_parallel_size: int | None = None, dcp: int = 1) -> MeshPlan:
+def make_plan(tensor_parallel_size: int | None = None, dcp: int = 1, expert_parallel: bool = False) -> MeshPlan:
     """The mesh of `tensor_parallel_size` devices (default: `dcp` of them), cut into groups of `dcp`.
 
     Raises `ConfigError` when dcp does not divide the device count or too few devices exist.
@@ -81,4 +92,4 @@ def make_plan(tensor_parallel_size: int | None = None, dcp: int = 1) -> MeshPlan
             "the LLM before any other JAX call, or set jax_num_cpu_devices first"
         )
     grid = np.array(devices[:size]).reshape(size // dcp, dcp)
-    return MeshPlan(Mesh(grid, ALL, axis_types=(AxisType.Auto, AxisType.Auto)))
+    return MeshPlan(Mesh(grid, ALL, axis_types=(AxisType.Auto, AxisType.Auto)), expert_parallel)

@@ -1,6 +1,8 @@
-"""Feed-forward parts whose width is sharded over the whole mesh: SwiGLU, and routed plus shared experts.
+"""Feed-forward parts sharded over the whole mesh: SwiGLU by its width, routed experts by their width or by expert.
 
-Each runs in one `shard_map` and ends in at most one sum over devices.
+Each runs in one `shard_map` and ends in at most one sum over devices. All devices hold all tokens of a step, so with whole
+experts on a device each (expert parallel) no token is sent anywhere: a device computes the experts it has, and the sum that
+ends the layer anyway adds up the rest.
 """
 
 import jax
@@ -64,23 +66,34 @@ def route(
 
 
 def experts_everywhere(x, experts, weight, gate, up, down):
-    """Every expert on every token, weighted: the least code and right for a few small experts (CPU)."""
+    """`experts_ffn` by every expert on every token: the least code and right for a few small experts (CPU)."""
     share = jnp.zeros((x.shape[0], gate.shape[0]), jnp.float32)
-    share = share.at[jnp.arange(x.shape[0])[:, None], experts].add(weight)
+    share = share.at[jnp.arange(x.shape[0])[:, None], jnp.where(experts < 0, gate.shape[0], experts)].add(
+        weight, mode="drop"
+    )
     hidden = jax.nn.silu(einsum("td,eid->tei", x, gate)) * einsum("td,eid->tei", x, up)
     return einsum("tei,edi->td", hidden * share[..., None].astype(x.dtype), down)
+
+
+def own_experts(experts: jax.Array, num_own: int) -> jax.Array:
+    """Numbers `[T, k]` of experts among the `num_own` on this device, −1 for those on other devices."""
+    local = experts - collectives.device_index() * num_own
+    return jnp.where((local >= 0) & (local < num_own), local, -1)
 
 
 def moe_ffn(
     x: jax.Array, experts: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array,
     shared_gate: jax.Array, shared_up: jax.Array, shared_down: jax.Array, plan: MeshPlan, backend: str = "xla",
 ) -> jax.Array:  # fmt: skip
-    """Routed experts plus the shared one on `x [T, D]`; expert stacks `[E, I, D]`, `[E, I, D]`, `[E, D, I]`.
+    """Routed experts plus the shared one on `x [T, D]`; expert stacks `[E, I, D]`, `[E, I, D]`, `[E, D, I]`, where E
+    may be padded.
 
     `backend`: of `experts_ffn`, which serves as many tokens and as wide experts as its kernel has.
     """
 
     def body(x, experts, weight, gate, up, down, *shared):
+        if plan.expert_parallel:
+            experts = own_experts(experts, gate.shape[0])
         if backend == "xla" and plan.platform == "cpu":
             routed = experts_everywhere(x, experts, weight, gate, up, down)
         else:
@@ -89,7 +102,7 @@ def moe_ffn(
         return collectives.sum_devices(routed + swiglu(x, *shared))
 
     into, out, whole = plan.spec("width", None), plan.spec(None, "width"), plan.spec()
-    stack_into, stack_out = plan.spec(None, "width", None), plan.spec(None, None, "width")
+    stack_into, stack_out = plan.spec("experts", "expert_width", None), plan.spec("experts", None, "expert_width")
     weights = gate, up, down, shared_gate, shared_up, shared_down
     parts = map(specs, weights, (stack_into, stack_into, stack_out, into, into, out))
     return plan.per_device(body, (whole, whole, whole, *parts), whole)(x, experts, weight, *weights)

@@ -23,6 +23,7 @@ _CASES: dict[str, list[dict]] = {
         {"tensor_parallel_size": t, "decode_context_parallel_size": n}
         for t, n in ((1, 1), (4, 1), (4, 4), (8, 2), (8, 4), (8, 8), (4, 3), (4, 8), (16, 4))
     ],
+    "Experts": [{"tensor_parallel_size": t, "expert_parallel": whole} for t in (1, 3, 8) for whole in (False, True)],
     "Block size and interleave, dcp 4": [
         {"decode_context_parallel_size": 4, "block_size": b, "interleave": i}
         for b, i in ((64, 1), (64, 16), (64, 32), (16, 4), (4, 1), (6, 1))

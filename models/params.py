@@ -21,8 +21,9 @@ from models.config import ModelConfig
 class Weight:
     """Declaration of one leaf. A `{i}` or `{e}` in `name` stands for the layer or the expert.
 
-    `size` is the unpadded shape of one layer's (and expert's) matrix, `shape` the padded one. On disk it is the
-    part `take` of axis 1 of the tensor reshaped to `view` (both None: the tensor as it is).
+    `size` is the unpadded shape of one layer's (and expert's) matrix, `shape` the padded one; likewise `experts` are
+    those of the checkpoint and `places` the padded length of their stack. On disk it is the part `take` of axis 1 of
+    the tensor reshaped to `view` (both None: the tensor as it is).
     """
 
     name: str
@@ -31,6 +32,7 @@ class Weight:
     shape: tuple[int, ...]
     layers: tuple[int, ...] = ()
     experts: int = 0
+    places: int = 0
     start: str = "fan_in"
     float32: bool = False
     view: tuple[int, ...] | None = None
@@ -38,16 +40,19 @@ class Weight:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """Leading dimensions: layers, then experts."""
-        return ((len(self.layers),) if self.layers else ()) + ((self.experts,) if self.experts else ())
+        """Leading dimensions without padding: layers, then experts."""
+        return self._lead(self.experts)
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        return self.stack + self.shape
+        return self._lead(self.places) + self.shape
 
     @property
     def full_axes(self) -> tuple[str | None, ...]:
-        return (None,) * len(self.stack) + self.axes
+        return ((None,) if self.layers else ()) + (("experts",) if self.experts else ()) + self.axes
+
+    def _lead(self, experts: int) -> tuple[int, ...]:
+        return ((len(self.layers),) if self.layers else ()) + ((experts,) if experts else ())
 
 
 @struct.dataclass
@@ -132,8 +137,8 @@ class Params:
     mtp: Mtp | None
 
 
-def declare(cfg: ModelConfig, pad: Callable[[int], int] = lambda n: n) -> Params:
-    """The tree of `Weight` declarations; `pad` rounds a sharded size up (`MeshPlan.pad`)."""
+def declare(cfg: ModelConfig, pad: Callable[..., int] = lambda n, axis="width": n) -> Params:
+    """The tree of `Weight` declarations; `pad(size, axis)` rounds a sharded size up (`MeshPlan.pad`)."""
     d, v = cfg.hidden_size, cfg.vocab_size
     return Params(
         embed=Weight("model.embed_tokens.weight", (v, d), ("vocab", None), (pad(v), d), start="normal"),
@@ -144,7 +149,7 @@ def declare(cfg: ModelConfig, pad: Callable[[int], int] = lambda n: n) -> Params
     )
 
 
-def _mtp(cfg: ModelConfig, pad: Callable[[int], int]) -> Mtp:
+def _mtp(cfg: ModelConfig, pad: Callable[..., int]) -> Mtp:
     d, at, prefix = cfg.hidden_size, cfg.num_layers, f"model.layers.{cfg.num_layers}"
     kind = dataclasses.replace(cfg.layers[0], full=True, sparse=True)
     return Mtp(
@@ -156,7 +161,7 @@ def _mtp(cfg: ModelConfig, pad: Callable[[int], int]) -> Mtp:
     )
 
 
-def _layers(cfg: ModelConfig, pad: Callable[[int], int], layers: tuple) -> Layers:
+def _layers(cfg: ModelConfig, pad: Callable[..., int], layers: tuple) -> Layers:
     at = tuple(i for i, _ in layers)
     full = tuple(i for i, kind in layers if kind.full)
     dense = tuple(i for i, kind in layers if not kind.sparse)
@@ -169,7 +174,7 @@ def _layers(cfg: ModelConfig, pad: Callable[[int], int], layers: tuple) -> Layer
     )
 
 
-def _attention(cfg: ModelConfig, pad: Callable[[int], int], at: tuple[int, ...]) -> Attention:
+def _attention(cfg: ModelConfig, pad: Callable[..., int], at: tuple[int, ...]) -> Attention:
     d, h, hp = cfg.hidden_size, cfg.num_heads, pad(cfg.num_heads)
     nope, v, kv = cfg.nope_dim, cfg.v_dim, cfg.kv_rank
 
@@ -220,10 +225,10 @@ def _indexer(cfg: ModelConfig, at: tuple[int, ...]) -> Indexer:
     )
 
 
-def _gated(make: Callable, prefix: str, d: int, width: int, pad: Callable[[int], int]) -> tuple:
-    """Gate, up and down of one SwiGLU; its width is what is sharded."""
-    into = {"size": (width, d), "axes": ("width", None), "shape": (pad(width), d)}
-    out = {"size": (d, width), "axes": (None, "width"), "shape": (d, pad(width))}
+def _gated(make: Callable, prefix: str, d: int, width: int, pad: Callable[..., int], axis: str = "width") -> tuple:
+    """Gate, up and down of one SwiGLU; `axis` is that of its width."""
+    into = {"size": (width, d), "axes": (axis, None), "shape": (pad(width, axis), d)}
+    out = {"size": (d, width), "axes": (None, axis), "shape": (d, pad(width, axis))}
     return (
         make(f"{prefix}.gate_proj.weight", **into),
         make(f"{prefix}.up_proj.weight", **into),
@@ -231,21 +236,25 @@ def _gated(make: Callable, prefix: str, d: int, width: int, pad: Callable[[int],
     )
 
 
-def _dense(cfg: ModelConfig, pad: Callable[[int], int], at: tuple[int, ...]) -> Dense:
+def _dense(cfg: ModelConfig, pad: Callable[..., int], at: tuple[int, ...]) -> Dense:
     def w(name, **more):
         return Weight(f"model.layers.{{i}}.{name}", layers=at, **more)
 
     return Dense(*_gated(w, "mlp", cfg.hidden_size, cfg.dense_width, pad))
 
 
-def _moe(cfg: ModelConfig, pad: Callable[[int], int], at: tuple[int, ...]) -> Moe:
+def _moe(cfg: ModelConfig, pad: Callable[..., int], at: tuple[int, ...]) -> Moe:
     d, moe = cfg.hidden_size, cfg.moe
 
     def w(name, **more):
         return Weight(f"model.layers.{{i}}.{name}", layers=at, **more)
 
     e = moe.num_experts
-    gate, up, down = _gated(lambda name, **more: w(name, experts=e, **more), "mlp.experts.{e}", d, moe.width, pad)
+
+    def of_experts(name, **more):
+        return w(name, experts=e, places=pad(e, "experts"), **more)
+
+    gate, up, down = _gated(of_experts, "mlp.experts.{e}", d, moe.width, pad, "expert_width")
     return Moe(
         w("mlp.gate.weight", size=(e, d), axes=(None, None), shape=(e, d)),
         w(
@@ -291,7 +300,7 @@ def pad_to(params: Params, cfg: ModelConfig, plan: MeshPlan) -> Params:
     """Pads unpadded parameters with zeros and lays them on the mesh."""
 
     def place(w: Weight, x: jax.Array) -> jax.Array:
-        widths = [(0, 0)] * len(w.stack) + [(0, p - s) for p, s in zip(w.shape, w.size)]
+        widths = [(0, p - s) for p, s in zip(w.full_shape, w.stack + w.size, strict=True)]
         return jax.device_put(jnp.pad(x, widths), plan.sharding(*w.full_axes))
 
     return jax.tree.map(place, declare(cfg, plan.pad), params, is_leaf=is_weight)

@@ -83,10 +83,11 @@ class _Leaf:
     array: jax.Array
 
     def __post_init__(self):
-        w, depth = self.weight, len(self.weight.stack)
+        w = self.weight
         shape = self.array.shape
-        if shape[:depth] != w.stack or len(shape) != depth + len(w.size) or any(map(int.__lt__, shape[depth:], w.size)):
-            raise CheckpointError(f"{w.name}: an array {list(shape)} cannot hold {list(w.stack + w.size)}")
+        least, layers = w.stack + w.size, 1 if w.layers else 0
+        if len(shape) != len(least) or shape[:layers] != least[:layers] or any(map(int.__lt__, shape, least)):
+            raise CheckpointError(f"{w.name}: an array {list(shape)} cannot hold {list(least)}")
 
     @property
     def order(self) -> tuple[int, int]:

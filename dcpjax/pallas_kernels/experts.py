@@ -7,7 +7,7 @@ the kernel.
 import jax
 import jax.numpy as jnp
 
-from dcpjax.pallas_kernels.experts_triton import MOST_TOKENS, ExpertsConfig, experts_triton
+from dcpjax.pallas_kernels.experts_triton import MOST_TOKENS, ExpertsConfig, experts_triton, weighted_sum
 from dcpjax.quant import plain
 
 # Blocks of JAX's grouped product for Hopper: columns of the result, and depth of a step along the sum.
@@ -36,9 +36,10 @@ def experts_ffn(
 ) -> jax.Array:  # fmt: skip
     """`Σ_j weight[t, j] · down_e (silu(gate_e x_t) * (up_e x_t))`, e = `experts[t, j]`: `[T, D]` in x's dtype.
 
-    `x [T, D]`; `experts [T, k]` int32, different ones in a row; `weight [T, k]` float32; stacks `gate`, `up [E, I, D]`,
-    `down [E, D, I]`, plain or quantised. `backend` is "xla", "triton" (at most `MOST_TOKENS` tokens; "interpret" for tests) or "mosaic" (any
-    number). Raises `NotImplementedError` where the kernel does not serve these shapes.
+    `x [T, D]`; `experts [T, k]` int32, different ones in a row, −1 for one that is left out; `weight [T, k]` float32;
+    stacks `gate`, `up [E, I, D]`, `down [E, D, I]`, plain or quantised. `backend` is "xla", "triton" (at most
+    `MOST_TOKENS` tokens; "interpret" for tests) or "mosaic" (any number). Raises `NotImplementedError` where the kernel
+    does not serve these shapes.
     """
     # No kernel reads quantised stacks yet: a copy of one layer's experts is made.
     gate, up, down = plain((gate, up, down), x.dtype)
@@ -52,13 +53,15 @@ def experts_ffn(
 def _experts_ragged(x, experts, weight, gate, up, down, product):
     """Tokens sorted by expert, and one grouped `product(rows, stack, sizes)` for each matrix."""
     tokens, per_token = experts.shape
-    order = jnp.argsort(experts.reshape(-1), stable=True)
-    sizes = jnp.bincount(experts.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
+    # What is left out comes last, in no group.
+    flat = jnp.where(experts < 0, gate.shape[0], experts).reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.bincount(flat, length=gate.shape[0]).astype(jnp.int32)
     rows = x[order // per_token]
     hidden = jax.nn.silu(product(rows, gate, sizes)) * product(rows, up, sizes)
     # Back in the order of the pairs, for a sum in the same order each time.
     out = product(hidden, down, sizes)[jnp.argsort(order)].reshape(tokens, per_token, -1)
-    return jnp.sum(out * weight[..., None], axis=1).astype(x.dtype)
+    return weighted_sum(out, experts, weight).astype(x.dtype)
 
 
 def _ragged(rows, stack, sizes):

@@ -83,8 +83,12 @@ def experts_triton(
 
     hidden = call(_into, inner // config.into, inner, x.dtype, x, flat, gate, up)
     out = call(_out, width // config.out, width, jnp.float32, hidden, flat, down)
-    out = out[:pairs].reshape(tokens, per_token, width)
-    return jnp.sum(out * weight[..., None], axis=1).astype(x.dtype)
+    return weighted_sum(out[:pairs].reshape(tokens, per_token, width), experts, weight).astype(x.dtype)
+
+
+def weighted_sum(out: jax.Array, experts: jax.Array, weight: jax.Array) -> jax.Array:
+    """Sum `[T, D]` of the results `out [T, k, D]` by their weights, whatever stands where an expert is left out."""
+    return jnp.sum(jnp.where((experts < 0)[..., None], 0, out * weight[..., None]), axis=1)
 
 
 def _chosen(flat_ref, tokens, per_token, rows):
@@ -94,7 +98,7 @@ def _chosen(flat_ref, tokens, per_token, rows):
     every = flat_ref[...]
     place = jnp.arange(every.shape[0], dtype=jnp.int32)
     mine = every == expert
-    first = jnp.sum((mine & (place < pair)).astype(jnp.int32)) == 0
+    first = (expert >= 0) & (jnp.sum((mine & (place < pair)).astype(jnp.int32)) == 0)
     token = jnp.arange(rows, dtype=jnp.int32)
     at = jnp.full((rows,), -1, jnp.int32)
     for j in range(per_token):

@@ -22,7 +22,6 @@ _WITHOUT_MEANING = {
     "--trust-remote-code": False,
     "--enforce-eager": False,
     "--disable-custom-all-reduce": False,
-    "--enable-expert-parallel": False,
     "--enable-chunked-prefill": False,
     "--enable-auto-tool-choice": False,
     "--disable-log-requests": False,
@@ -84,8 +83,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of requests that bring none")
     group = parser.add_argument_group("devices")
     add = group.add_argument
-    add("--tensor-parallel-size", "-tp", type=_count, metavar="T", help="devices (default: the dcp size)")
-    add("--decode-context-parallel-size", "-dcp", type=_count, metavar="N", default=1, help="must divide T")
+    add("--tensor-parallel-size", "--tp", "-tp", type=_count, metavar="T", help="devices (default: the dcp size)")
+    add("--decode-context-parallel-size", "--dcp", "-dcp", type=_count, metavar="N", default=1, help="must divide T")
+    add(
+        "--enable-expert-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="whole experts on devices",
+    )
     add("--data-parallel-size", "-dp", type=_count, metavar="1", default=1, help="only 1")
     add("--cp-kv-cache-interleave-size", type=_count, default=1, help="tokens of a rank's turn")
     add("--dcp-kv-cache-interleave-size", type=_count, help="deprecated name of --cp-kv-cache-interleave-size")
@@ -166,6 +171,7 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
         "chat_template": None if given.chat_template is None else _template(given.chat_template),
         "tensor_parallel_size": given.tensor_parallel_size,
         "decode_context_parallel_size": given.decode_context_parallel_size,
+        "enable_expert_parallel": given.enable_expert_parallel,
         "cp_kv_cache_interleave_size": given.cp_kv_cache_interleave_size,
         "dcp_comm_backend": given.dcp_comm_backend,
         "index_shards": given.dcp_index_shards,

@@ -9,9 +9,11 @@ import pytest
 
 from dcpjax.attention import AttentionOptions
 from dcpjax.batch import ForwardBatch
+from dcpjax.mesh import make_plan
 from dcpjax.step import StepShape
 from models import glm_moe_dsa, mtp
 from models.glm_moe_dsa import Network
+from models.params import pad_to
 from tests.attention import toy
 from tests.attention.paged import PAGE, Geometry
 
@@ -77,16 +79,18 @@ def batch(tokens: int, rows: int) -> ForwardBatch:
 
 
 def forward_program(
-    cfg, geometry: Geometry, options: AttentionOptions, tokens: int = TOKENS, rows: int = TOKENS
-) -> str:
+    cfg, geometry: Geometry, options: AttentionOptions, tokens: int = TOKENS, rows: int = TOKENS,
+    whole_experts: bool = False,
+) -> str:  # fmt: skip
     """The network of a step without its sampling, which compiles faster."""
-    net = Network(cfg, geometry.plan, options)
+    plan = make_plan(geometry.plan.num_devices, geometry.dcp, whole_experts)
+    net = Network(cfg, plan, options)
 
     def run(params, cache, batch):
         hidden, cache, _ = glm_moe_dsa.forward(params, cache, batch, net)
         return cache, glm_moe_dsa.logits(params, hidden, net)
 
-    args = toy.sharded_params(cfg, geometry.tp, geometry.dcp), toy.cache(cfg, geometry), batch(tokens, rows)
+    args = pad_to(toy.params(cfg), cfg, plan), toy.cache(cfg, geometry), batch(tokens, rows)
     return jax.jit(run, donate_argnums=1).lower(*args).compile().as_text()
 
 
@@ -128,6 +132,13 @@ def test_br_18_decode_step_full_product(geometry, backend):
 )
 def test_br_18_network(geometry, backend):
     assert count(forward_program(CONFIG, geometry, AttentionOptions(backend))) == budget(geometry, backend)
+
+
+@pytest.mark.parametrize("geometry", [MESHES[2], Geometry(2, tp=4, num_pages=8)], ids=_name)
+def test_br_18_whole_experts_cross_as_often(geometry):
+    """No token is sent to its experts: every device has it. On eight devices there are more places than experts."""
+    text = forward_program(CONFIG, geometry, AttentionOptions("ag_rs"), whole_experts=True)
+    assert count(text) == budget(geometry, "ag_rs")
 
 
 def test_br_18_scanned_blocks_are_one_body():

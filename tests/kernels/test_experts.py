@@ -57,6 +57,24 @@ def test_equals_float64(case, backend):
     same_bits(got, call(*args, config=config, backend=backend))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES[1:3], ids=["5", "17"])
+def test_experts_that_are_left_out_add_nothing(case, backend):
+    """Even if theirs are all experts of a token; whatever the weight beside them is."""
+    *sizes, config = case
+    x, chosen, weight, *stacks = make(*sizes)
+    out = fresh("out", *sizes).random(chosen.shape) < 0.5
+    out[2] = True
+    chosen = np.where(out, -1, chosen)
+    weight = np.where(out, np.float32(np.nan), weight)
+    want = oracle(x, chosen, np.where(out, 0, weight), *(jnp.nan_to_num(stack) for stack in stacks))
+    call = jax.jit(experts_ffn, static_argnames=("config", "backend"))
+    got = call(x, chosen, weight, *stacks, config=config, backend=backend)
+    assert relative(got, want) < 1e-5 and not np.any(np.asarray(got)[2])
+    got = call(x, chosen, weight, *(jnp.nan_to_num(stack) for stack in stacks))
+    assert relative(got, want) < 1e-5 and not np.any(np.asarray(got)[2])
+
+
 @pytest.mark.parametrize("case", CASES[:2], ids=["1", "5"])
 def test_reference_equals_float64(case):
     args = make(*case[:-1])

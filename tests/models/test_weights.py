@@ -102,10 +102,11 @@ def test_values_are_those_of_the_file(golden):
     assert sizes == sum(tensor.size for tensor in tensors.values())
 
 
+@pytest.mark.parametrize("whole_experts", [False, True])
 @pytest.mark.parametrize("devices", [2, 3, 8])
-def test_padded_shards(golden, devices):
+def test_padded_shards(golden, devices, whole_experts):
     """At any device count each leaf is the unpadded one, then zeros, on the sharding that was declared."""
-    cfg, plan = read_config(golden), make_plan(devices)
+    cfg, plan = read_config(golden), make_plan(devices, expert_parallel=whole_experts)
     params = load(golden, cfg, plan, jnp.float32)
     chex.assert_trees_all_equal_shapes_and_dtypes(params, abstract(cfg, plan, jnp.float32))
     plain = jax.tree.map(np.asarray, load(golden, cfg, make_plan(1), jnp.float32))
@@ -141,9 +142,9 @@ def test_host_memory_is_bounded_by_a_layer(data, monkeypatch):
     assert max(made) <= layer < max(x.size * 4 // 8 for x in jax.tree.leaves(whole))
 
 
-@pytest.mark.parametrize("devices", [1, 3, 8])
-def test_round_trip(golden, tmp_path, devices):
-    cfg, plan = read_config(golden), make_plan(devices)
+@pytest.mark.parametrize("devices, whole_experts", [(1, False), (3, False), (8, False), (3, True)])
+def test_round_trip(golden, tmp_path, devices, whole_experts):
+    cfg, plan = read_config(golden), make_plan(devices, expert_parallel=whole_experts)
     params = load(golden, cfg, plan, jnp.float32)
     save(params, cfg, tmp_path)
     written, read = load_file(tmp_path / "model.safetensors"), load_file(golden / "model.safetensors")
