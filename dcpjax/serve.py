@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpjax.errors import ConfigError
 from dcpjax.server.arguments import parse
+from dcpjax.server.echo import EchoLLM
 from dcpjax.server.lifetime import serve
 from dcpjax.server.service import Service
 
@@ -26,7 +27,8 @@ def main(
     make_llm: Callable[[dict[str, Any]], "LLM"] | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> int:
-    """Serves until a signal; returns the exit code. `make_llm`: makes the model from the arguments of `LLM`."""
+    """Serves until a signal; returns the exit code. `make_llm`: makes the model from the arguments of `LLM`, instead of
+    the engine that the line names."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every platform that is not there
     keys = [environment[name] for name in ("DCPJAX_API_KEY", "VLLM_API_KEY") if environment.get(name)]
@@ -38,15 +40,9 @@ def main(
     )
     for line in settings.warnings:
         log.warning(line)
-    make = _make_llm if make_llm is None else make_llm
+    make = make_llm or {"jax": _make_llm, "echo": EchoLLM}[settings.engine]
     try:
-        return serve(
-            Service(settings.options),
-            lambda: make(settings.llm),
-            settings.host,
-            settings.port,
-            settings.shutdown_timeout,
-        )
+        return serve(Service(settings.options), lambda: make(settings.llm), settings.listen)
     except ConfigError as error:
         print(f"dcpjax.serve: error: {error}", file=sys.stderr)
         return 2

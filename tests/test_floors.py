@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # A name stands for the module and, for a package, for everything in it.
 FLOORS = {
     0: ("dcpjax.errors", "dcpjax.layout", "dcpjax.mesh", "dcpjax.quant"),
-    1: ("dcpjax.host", "dcpjax.pallas_kernels", "dcpjax.text"),
+    1: ("dcpjax.host", "dcpjax.pallas_kernels", "dcpjax.text", "dcpjax.typed"),
     2: ("dcpjax.batch", "dcpjax.cache", "dcpjax.collectives", "dcpjax.kernels", "dcpjax.sampling"),
     3: ("dcpjax.attention", "dcpjax.moe"),
     4: ("models",),

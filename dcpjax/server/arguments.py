@@ -1,132 +1,36 @@
 """The command line of the server: flags in, checked `Settings` out; nothing is loaded to find a bad combination.
 
 Both `--flag-name` and `--flag_name` are read, booleans have `--x` and `--no-x`, flags that hold JSON also take
-`--flag.key value`. Flags of vLLM without a meaning here are accepted with a warning, so that pasted commands start.
+`--flag.key value`, and `--config FILE` brings more. Flags of vLLM without a meaning here are accepted with a warning, so
+that pasted commands start.
 """
 
 import argparse
 import dataclasses
-import difflib
+import ipaddress
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from dcpjax.errors import ConfigError
-from dcpjax.server.service import ServerOptions
+from dcpjax.server import spelling
+from dcpjax.server.flags import JSON_FLAGS, WITHOUT_MEANING, Parser, json_object, make_parser
+from dcpjax.server.lifetime import Listen
+from dcpjax.server.service import Cors, ServerOptions
 
-_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-
-# Name → whether it takes a value. All of them are about machinery that works differently here, or not at all.
-_WITHOUT_MEANING = {
-    "--trust-remote-code": False,
-    "--enforce-eager": False,
-    "--disable-custom-all-reduce": False,
-    "--enable-chunked-prefill": False,
-    "--enable-auto-tool-choice": False,
-    "--disable-log-requests": False,
-    "--disable-log-stats": False,
-    "--moe-backend": True,
-    "--attention-backend": True,
-    "--gpu-memory-utilization": True,
-    "--load-format": True,
-    "--reasoning-parser": True,
-    "--tool-call-parser": True,
-    "--distributed-executor-backend": True,
-    "--swap-space": True,
-    "--uvicorn-log-level": True,
-}
-_JSON_FLAGS = (
-    "--hf-overrides",
-    "--speculative-config",
-    "--override-generation-config",
-    "--default-chat-template-kwargs",
-)
 _DRAFT_KV = ("sharded", "replicated")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """llm: arguments of `LLM`. warnings: one line each, for the log."""
+    """llm: arguments of `LLM`. engine: "jax" or "echo". warnings: one line each, for the log."""
 
     llm: dict[str, Any]
     options: ServerOptions
-    host: str
-    port: int
-    shutdown_timeout: float
+    listen: Listen
+    engine: str = "jax"
     warnings: tuple[str, ...] = ()
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line that says what to change, instead of a page of usage."""
-        self.exit(2, f"{self.prog}: error: {message} (--help lists all flags)\n")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="dcpjax.serve",
-        description="Serves a GLM-5.2 checkpoint over the OpenAI protocol.",
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("positional_model", nargs="?", metavar="MODEL", help="a checkpoint folder; none: the embedded tiny model")
-    group = parser.add_argument_group("model")
-    add = group.add_argument
-    add("--model", help="the same as MODEL")
-    add("--tokenizer", help="a folder with tokenizer.json (default: the model's)")
-    add("--served-model-name", nargs="+", metavar="NAME", help="names in the API, the first is echoed")
-    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: float32 on CPU")
-    add("--hf-overrides", type=_json, metavar="JSON", default={}, help="laid over config.json")
-    add("--max-model-len", type=_length, metavar="N|64k|1M|auto", help="tokens of prompt and answer together")
-    add("--seed", type=int, default=0, help="of requests that bring none")
-    group = parser.add_argument_group("devices")
-    add = group.add_argument
-    add("--tensor-parallel-size", "--tp", "-tp", type=_count, metavar="T", help="devices (default: the dcp size)")
-    add("--decode-context-parallel-size", "--dcp", "-dcp", type=_count, metavar="N", default=1, help="must divide T")
-    add(
-        "--enable-expert-parallel",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="whole experts on devices",
-    )
-    add("--data-parallel-size", "-dp", type=_count, metavar="1", default=1, help="only 1")
-    add("--cp-kv-cache-interleave-size", type=_count, default=1, help="tokens of a rank's turn")
-    add("--dcp-kv-cache-interleave-size", type=_count, help="deprecated name of --cp-kv-cache-interleave-size")
-    add("--dcp-comm-backend", choices=("ag_rs", "a2a", "psum"), default="ag_rs", help="how partial results meet")
-    add("--dcp-index-shards", type=_count, help="1 or the dcp size (default)")
-    add("--dcp-debug", action=argparse.BooleanOptionalAction, help="a line a layer from every device; slow")
-    group = parser.add_argument_group("cache and scheduling")
-    add = group.add_argument
-    add("--block-size", type=_count, default=64, help="tokens of a logical page, the same at every dcp size")
-    add("--num-gpu-blocks-override", type=_count, help="exact number of blocks")
-    add("--kv-cache-memory-bytes", type=_count, help="for the cache over all devices")
-    add("--kv-cache-dtype", choices=("auto", "bfloat16", "float32", "fp8", "fp8_e4m3"), default="auto", help="records")
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse equal beginnings")
-    add("--max-num-seqs", type=_count, help="requests at a time")
-    add("--max-num-batched-tokens", type=_count, help="tokens of a step, prefill chunks included")
-    add("--overlap", action=argparse.BooleanOptionalAction, default=True, help="dispatch before the last step is read")
-    add("--speculative-config", type=_json, metavar="JSON", help='{"method":"mtp","num_speculative_tokens":5}')
-    group = parser.add_argument_group("answers")
-    add = group.add_argument
-    add("--generation-config", default="auto", help="sampling defaults: auto (the model's), vllm (neutral) or a folder")
-    add("--override-generation-config", type=_json, metavar="JSON", default={}, help="laid over them")
-    add("--max-logprobs", type=int, default=20, help="-1: no limit")
-    add("--chat-template", help="a file, or the template itself")
-    add("--default-chat-template-kwargs", type=_json, metavar="JSON", default={}, help="for every chat")
-    group = parser.add_argument_group("server")
-    add = group.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, default=8000, help="0: any free one")
-    add("--api-key", nargs="+", metavar="KEY", help="allowed keys")
-    add("--max-request-body-bytes", type=_count, default=32 << 20, help="larger ones are refused")
-    add("--shutdown-timeout", type=float, default=30.0, help="seconds that running requests get after SIGTERM")
-    group = parser.add_argument_group("accepted without effect")
-    for name, has_value in _WITHOUT_MEANING.items():
-        kind = {} if has_value else {"action": argparse.BooleanOptionalAction}
-        group.add_argument(name, default=None, help=argparse.SUPPRESS, **kind)
-    return parser
 
 
 def parse(
@@ -137,13 +41,33 @@ def parse(
     api_keys: used if the line gives none. draft_kv, debug: likewise, see `LLM`.
     """
     parser = make_parser()
-    given, unknown = parser.parse_known_args(_fold_dotted(parser, [_dashes(word) for word in argv]))
-    if unknown:
-        parser.error(_unknown(parser, unknown[0]))
     try:
-        return _settings(given, tuple(api_keys), draft_kv, debug)
+        return _settings(_read(parser, [spelling.dashes(word) for word in argv]), tuple(api_keys), draft_kv, debug)
     except ConfigError as error:
         parser.error(str(error))
+
+
+def _read(parser: Parser, argv: list[str]) -> argparse.Namespace:
+    """The line's values over those of its `--config`. Raises `ConfigError`."""
+    first = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    file = first.parse_known_args(argv)[0].config
+    below = _words(parser, [] if file is None else spelling.file_words(file), None)
+    model = below.positional_model or below.model
+    below.model = below.positional_model = None
+    json_values = {flag: getattr(below, flag[2:].replace("-", "_")) for flag in JSON_FLAGS}
+    given = _words(parser, spelling.fold_dotted(argv, json_values), below)
+    if not (given.model or given.positional_model):
+        given.model = model
+    return given
+
+
+def _words(parser: Parser, words: list[str], below: argparse.Namespace | None) -> argparse.Namespace:
+    given, unknown = parser.parse_known_args(words, below)
+    if unknown:
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        raise ConfigError(spelling.unknown(unknown[0], known))
+    return given
 
 
 def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: str | None, debug: bool) -> Settings:
@@ -153,10 +77,10 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
     if given.dcp_kv_cache_interleave_size is not None:
         warnings.append("--dcp-kv-cache-interleave-size is deprecated; use --cp-kv-cache-interleave-size")
         given.cp_kv_cache_interleave_size = given.dcp_kv_cache_interleave_size
-    for name in _WITHOUT_MEANING:
+    for name in WITHOUT_MEANING:
         if getattr(given, name[2:].replace("-", "_")) is not None:
             warnings.append(f"{name} has no effect here")
-    speculative = given.speculative_config
+    speculative = _speculative(given)
     if speculative is not None and draft_kv is not None:
         speculative = {"draft_kv": draft_kv, **speculative}
     num_drafts, pin = _check_speculative(speculative)
@@ -198,8 +122,28 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
         sampling_overrides=given.override_generation_config,
         max_logprobs=given.max_logprobs,
         template_defaults=given.default_chat_template_kwargs,
+        trust_templates=given.trust_request_chat_template,
+        allow_special=given.allow_special_in_content,
+        parse_reasoning=given.reasoning_parser != "none",
+        reasoning_fields=_reasoning_fields(given.reasoning_field),
+        parse_tools=given.tool_call_parser != "none",
+        auto_tools=given.enable_auto_tool_choice,
+        stream_interval=given.stream_interval,
+        prompt_details=given.enable_prompt_tokens_details,
+        force_usage=given.enable_force_include_usage,
         max_body_bytes=given.max_request_body_bytes,
+        max_queued=given.max_queued_requests,
+        request_timeout=given.request_timeout,
         retry_after=max(1, round(given.shutdown_timeout)),
+        request_id_headers=given.enable_request_id_headers,
+        cors=Cors(
+            tuple(given.allowed_origins),
+            tuple(given.allowed_methods),
+            tuple(given.allowed_headers),
+            given.allow_credentials,
+        ),
+        dev_endpoints=_loopback(given) if given.enable_dev_endpoints is None else given.enable_dev_endpoints,
+        log_stats=not given.disable_log_stats,
         parallelism=(
             given.tensor_parallel_size or given.decode_context_parallel_size,
             given.decode_context_parallel_size,
@@ -207,7 +151,36 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
         fingerprint=json.dumps(llm, sort_keys=True, default=str),
         pin=pin,
     )
-    return Settings(llm, options, given.host, given.port, given.shutdown_timeout, tuple(warnings))
+    listen = Listen(
+        host=given.host,
+        port=given.port,
+        uds=given.uds,
+        root_path=given.root_path,
+        keyfile=given.ssl_keyfile,
+        certfile=given.ssl_certfile,
+        shutdown_timeout=given.shutdown_timeout,
+    )
+    return Settings(llm, options, listen, given.engine, tuple(warnings))
+
+
+def _speculative(given: argparse.Namespace) -> dict[str, Any] | None:
+    """`--speculative-config`, and what its short forms lay over it."""
+    short = {"method": given.spec_method, "num_speculative_tokens": given.spec_tokens}
+    short = {key: value for key, value in short.items() if value is not None}
+    return {**(given.speculative_config or {}), **short} if short else given.speculative_config
+
+
+def _reasoning_fields(given: str) -> tuple[str, ...]:
+    return ("reasoning_content", "reasoning") if given == "both" else (given,)
+
+
+def _loopback(given: argparse.Namespace) -> bool:
+    if given.uds is not None or given.host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(given.host).is_loopback
+    except ValueError:
+        return False
 
 
 def _check(given: argparse.Namespace, num_drafts: int) -> None:
@@ -240,6 +213,15 @@ def _check(given: argparse.Namespace, num_drafts: int) -> None:
         raise ConfigError(f"--port must be between 0 and 65535; got {given.port}")
     if given.max_logprobs < -1:
         raise ConfigError(f"--max-logprobs must be at least -1; got {given.max_logprobs}")
+    if given.request_timeout is not None and not given.request_timeout > 0:
+        raise ConfigError(f"--request-timeout must be above 0; got {given.request_timeout}")
+    if (given.ssl_keyfile is None) != (given.ssl_certfile is None):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile need each other")
+    if given.structured_outputs_config.get("backend", "llguidance") not in ("auto", "llguidance"):
+        raise ConfigError(
+            f"--structured-outputs-config: backend {given.structured_outputs_config['backend']!r:.100} is not known; use "
+            "llguidance"
+        )
     if not given.shutdown_timeout >= 0:
         raise ConfigError(f"--shutdown-timeout must be at least 0; got {given.shutdown_timeout}")
 
@@ -280,96 +262,8 @@ def _generation_defaults(given: str) -> dict[str, Any] | None:
     path = pathlib.Path(given)
     path = path / "generation_config.json" if path.is_dir() else path
     try:
-        return _json(path.read_text(encoding="utf-8"))
+        return json_object(path.read_text(encoding="utf-8"))
     except (OSError, argparse.ArgumentTypeError):
         raise ConfigError(f"--generation-config {given[:200]!r}: use auto, vllm, or a folder with that file") from None
 
 
-def _dashes(word: str) -> str:
-    """`--flag_name=x_y` → `--flag-name=x_y`; keys after a dot are kept."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    flag, dot, key = name.partition(".")
-    return f"{flag.replace('_', '-')}{dot}{key}{equals}{value}"
-
-
-def _fold_dotted(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
-    """`--flag.key value` → one `--flag JSON`, laid over the `--flag JSON` that is also given."""
-    rest: list[str] = []
-    folded: dict[str, dict[str, Any]] = {
-        flag: {} for flag in _JSON_FLAGS if any(w.startswith(f"{flag}.") for w in argv)
-    }
-    words = iter(argv)
-    for word in words:
-        name, equals, value = word.partition("=")
-        flag, dot, key = name.partition(".")
-        if flag not in folded:
-            rest.append(word)
-            continue
-        value = value if equals else next(words, None)
-        if value is None:
-            parser.error(f"{name} needs a value")
-        held = folded[flag]
-        if not dot:
-            try:
-                folded[flag] = {**_json(value), **held}
-            except argparse.ArgumentTypeError as error:
-                parser.error(f"{flag}: {error}")
-            continue
-        *path, last = key.split(".")
-        for part in path:
-            held = held.setdefault(part, {})
-        held[last] = _value(value)
-    for flag, value in folded.items():
-        rest += [flag, json.dumps(value)]
-    return rest
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _unknown(parser: argparse.ArgumentParser, word: str) -> str:
-    name = word.partition("=")[0]
-    known = [flag for action in parser._actions for flag in action.option_strings]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    hint = f"; did you mean {near[0]}?" if near and name.startswith("-") else ""
-    return f"unknown argument {name[:200]!r}{hint}"
-
-
-def _json(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not valid JSON") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not a JSON object")
-    return value
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not a whole number of at least 1")
-    return value
-
-
-def _length(text: str) -> int | str:
-    """`65536`, `64k` (thousands), `64K` (1024s), `1M`, `auto`."""
-    if text == "auto":
-        return text
-    unit = _UNITS.get(text[-1:], 1)
-    try:
-        value = float(text[:-1] if unit > 1 else text) * unit
-    except ValueError:
-        value = 0.0
-    if not value >= 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not a length such as 65536, 64k, 1M or auto")
-    return int(value)

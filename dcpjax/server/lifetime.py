@@ -6,10 +6,13 @@ signal drains and ends with 0; the second one ends at once.
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
+import pathlib
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -30,6 +33,22 @@ log = logging.getLogger("dcpjax.server")
 # After the drain, for last chunks to reach their clients; a client that does not read is cut off then.
 _LAST_CHUNKS_SECONDS = 2.0
 
+_MAX_HEADER_BYTES = 64 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Listen:
+    """Where to listen, and how long running requests get once a signal came (seconds). uds: a Unix socket instead of
+    host and port. keyfile, certfile: for HTTPS."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+    root_path: str = ""
+    keyfile: str | None = None
+    certfile: str | None = None
+    shutdown_timeout: float = 30.0
+
 
 class _Server(uvicorn.Server):
     """Signals are handled here, not there: it would raise them again and end with their code."""
@@ -39,12 +58,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(service: Service, load: Callable[[], "LLM"], host: str, port: int, shutdown_timeout: float) -> int:
+def serve(service: Service, load: Callable[[], "LLM"], listen: Listen) -> int:
     """Listens, loads and serves until a signal or the engine's death; returns the exit code.
 
     `load` runs in a thread and returns a model that is ready to use. Raises `ConfigError` if the address is taken.
     """
-    listener = _listen(host, port)
+    listener = _listen(listen)
     config = uvicorn.Config(
         make_app(service),
         log_config=None,
@@ -53,9 +72,13 @@ def serve(service: Service, load: Callable[[], "LLM"], host: str, port: int, shu
         log_level="warning",
         timeout_keep_alive=75,
         server_header=False,
+        root_path=listen.root_path,
+        ssl_keyfile=listen.keyfile,
+        ssl_certfile=listen.certfile,
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_Lifetime(service, load, listener, config, host, shutdown_timeout).run())
+        return runner.run(_Lifetime(service, load, listener, config, listen).run())
 
 
 class _Lifetime:
@@ -65,15 +88,13 @@ class _Lifetime:
         load: Callable[[], "LLM"],
         listener: socket.socket,
         config: uvicorn.Config,
-        host: str,
-        shutdown_timeout: float,
+        listen: Listen,
     ):
         self._service = service
         self._load = load
         self._listener = listener
         self._server = _Server(config)
-        self._host = host
-        self._shutdown_timeout = shutdown_timeout
+        self._listen = listen
         self._signals = 0
         self._end = asyncio.Event()
 
@@ -116,11 +137,17 @@ class _Lifetime:
             log.exception("the model could not be loaded")
             return 1
         self._service.open(llm, self._end.set)
-        port = self._listener.getsockname()[1]
-        host = f"[{self._host}]" if ":" in self._host else self._host
         name, seconds = self._service.served.name, time.monotonic() - start
-        print(f"Ready: http://{host}:{port} (model {name}, {seconds:.1f} s)", flush=True)
+        print(f"Ready: {self._address()} (model {name}, {seconds:.1f} s)", flush=True)
         return 0
+
+    def _address(self) -> str:
+        listen = self._listen
+        if listen.uds is not None:
+            return f"unix:{listen.uds}"
+        host = f"[{listen.host}]" if ":" in listen.host else listen.host
+        scheme = "http" if listen.certfile is None else "https"
+        return f"{scheme}://{host}:{self._listener.getsockname()[1]}"
 
     async def _close(self) -> int:
         """Lets running requests end, then aborts them; 1 if the engine has died."""
@@ -128,7 +155,7 @@ class _Lifetime:
         if service.phase is not Phase.DEAD:
             service.drain()
             log.info("draining %d requests", service.num_inflight)
-            await self._quiet(self._shutdown_timeout)  # the engine may die meanwhile: that ends its requests too
+            await self._quiet(self._listen.shutdown_timeout)  # the engine may die meanwhile: that ends its requests too
             thread.abort_all()
         await self._quiet(_LAST_CHUNKS_SECONDS)
         # What is still open does not read its answer.
@@ -158,11 +185,26 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(listen: Listen) -> socket.socket:
+    place = f"{listen.host}:{listen.port}" if listen.uds is None else listen.uds
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        if listen.uds is not None:
+            return _listen_unix(listen.uds)
+        family, _, _, _, address = socket.getaddrinfo(
+            listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+            f"cannot listen on {place}: {error.strerror}; choose another --host, --port or --uds"
         ) from None
+
+
+def _listen_unix(path: str) -> socket.socket:
+    file = pathlib.Path(path)
+    if file.exists() and stat.S_ISSOCK(file.stat().st_mode):
+        file.unlink()  # of a server that has ended; one that runs loses its name to us
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen(2048)
+    return listener

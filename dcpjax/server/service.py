@@ -29,10 +29,24 @@ class Phase(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
+class Cors:
+    """What browsers may do from pages of other origins."""
+
+    origins: tuple[str, ...] = ("*",)
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class ServerOptions:
-    """sampling_defaults: values for fields that a request leaves out. max_logprobs: −1 is no limit. retry_after:
-    seconds that clients are told to wait while the server drains. parallelism: devices and dcp size. fingerprint: what
-    of the configuration can change an answer, as text. pin: the acceptance length that is forced, see `Speculation`.
+    """sampling_defaults: values for fields that a request leaves out. max_logprobs: −1 is no limit. trust_templates:
+    whether requests may bring a chat template. allow_special: whether control tokens in message texts count as such.
+    reasoning_fields: names of the thinking in answers. auto_tools: whether calls are parsed that nothing forced.
+    stream_interval: tokens between chunks. max_queued: requests that may wait. request_timeout: seconds to the first
+    token, None: no limit. retry_after: seconds that clients are told to wait while the server drains. parallelism: devices
+    and dcp size. fingerprint: what of the configuration can change an answer, as text. pin: the acceptance length that is
+    forced, see `Speculation`.
     """
 
     served_names: tuple[str, ...] = ()
@@ -41,8 +55,23 @@ class ServerOptions:
     sampling_overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
     max_logprobs: int = 20
     template_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    trust_templates: bool = False
+    allow_special: bool = False
+    parse_reasoning: bool = True
+    reasoning_fields: tuple[str, ...] = ("reasoning_content",)
+    parse_tools: bool = True
+    auto_tools: bool = True
+    stream_interval: int = 1
+    prompt_details: bool = True
+    force_usage: bool = False
     max_body_bytes: int = 32 << 20
+    max_queued: int = 1024
+    request_timeout: float | None = None
     retry_after: int = 30
+    request_id_headers: bool = False
+    cors: Cors = Cors()
+    dev_endpoints: bool = True
+    log_stats: bool = True
     parallelism: tuple[int, int] = (1, 1)
     fingerprint: str = ""
     pin: float | None = None

@@ -19,7 +19,7 @@ def refusal(capsys, *argv: str) -> str:
 
 def test_defaults():
     settings = parse([])
-    assert (settings.host, settings.port, settings.shutdown_timeout) == ("127.0.0.1", 8000, 30)
+    assert (settings.listen.host, settings.listen.port, settings.listen.shutdown_timeout) == ("127.0.0.1", 8000, 30)
     assert settings.llm["model"] is None and settings.llm["decode_context_parallel_size"] == 1
     assert settings.llm["tensor_parallel_size"] is None and settings.llm["speculative_config"] is None
     assert settings.llm["overlap"] and settings.llm["enable_prefix_caching"]

@@ -1,0 +1,193 @@
+"""`--engine echo`: a server without a network, for measuring the server alone and for testing clients against it.
+
+Everything but the device is real: tokenizer, scheduler, prefix cache, engine loop, drafts. What "the model" answers is the
+text of the last turn, of the user or a tool, and then an end-of-text token; a plain prompt is answered with itself.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dcpjax.engine import EngineCore
+from dcpjax.errors import ConfigError, RequestError
+from dcpjax.host.plan import RowLogprobs, StepPlan, StepResult
+from dcpjax.host.request import Request, SamplingParams
+from dcpjax.text import TextStream, Tokenizer
+
+TINY = pathlib.Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
+
+# Turns that are answered, and the turn of the answer.
+_ASKED = ("<|user|>", "<|observation|>")
+_ANSWER = "<|assistant|>"
+_NUM_LOGPROBS = 20
+_MOST_PAGES = 8192
+
+
+class EchoRunner:
+    """Recites; a step is over when it is dispatched. Every draft is right."""
+
+    def __init__(self, script: "Script", vocab_size: int, limits: dict[str, int], num_drafts: int):
+        self.num_pages = limits["num_pages"]
+        self.page_tokens = limits["page_tokens"]
+        self.max_model_len = limits["max_model_len"]
+        self.max_num_seqs = limits["max_num_seqs"]
+        self.max_num_batched_tokens = limits["max_num_batched_tokens"]
+        self.num_drafts = num_drafts
+        self._script = script
+        self._vocab_size = vocab_size
+        self._rows: dict[int, _Row] = {}  # by row slot
+
+    def check(self, request: Request) -> None:
+        for name, ids in (("prompt", request.prompt), ("stop_token_ids", request.params.stop_token_ids)):
+            bad = [token for token in ids if not 0 <= token < self._vocab_size]
+            if bad:
+                raise RequestError(f"{name}: token id {bad[0]} is not in the vocabulary of {self._vocab_size} ids")
+
+    def dispatch(self, plan: StepPlan) -> "_Done":
+        tokens = np.full((len(plan.rows), self.num_drafts + 1), -1, np.int32)
+        accepted = np.zeros(len(plan.rows), np.int32)
+        for i, planned in enumerate(plan.rows):
+            request = planned.request
+            if planned.new:
+                self._rows[planned.row] = _Row(self._script.answer(request.prompt), request.num_tokens, len(request.output))
+            if not planned.emit:
+                continue
+            row, width = self._rows[planned.row], 1 if planned.tokens is not None else plan.num_drafts + 1
+            while accepted[i] < width and row.length < request.limit:
+                tokens[i, accepted[i]] = self._script.token(row, request)
+                accepted[i] += 1
+        wanted = any(planned.request.params.logprobs is not None for planned in plan.rows)
+        return _Done(StepResult(tokens, accepted, _logprobs(tokens, self._vocab_size) if wanted else None))
+
+
+@dataclasses.dataclass
+class _Row:
+    """script: ids to recite; length: tokens of prompt and answer; said: those of the answer."""
+
+    script: list[int]
+    length: int
+    said: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Done:
+    result: StepResult
+
+    def fetch(self) -> StepResult:
+        return self.result
+
+
+class Script:
+    """What is answered to which prompt."""
+
+    def __init__(self, tokenizer: Tokenizer | None, eos: int):
+        ids = [] if tokenizer is None else [tokenizer.token_id(turn) for turn in _ASKED]
+        self._asked = frozenset(token for token in ids if token is not None)
+        self._answer = None if tokenizer is None else tokenizer.token_id(_ANSWER)
+        self._eos = eos
+
+    def answer(self, prompt: Sequence[int]) -> list[int]:
+        """The last turn without its control token, or all of a prompt that has no turns."""
+        start = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in self._asked), None)
+        if start is None:
+            return list(prompt)
+        turn = list(prompt[start + 1 :])
+        return turn[: turn.index(self._answer)] if self._answer in turn else turn
+
+    def token(self, row: _Row, request: Request) -> int:
+        row.length += 1
+        row.said += 1
+        if row.said <= len(row.script):
+            return row.script[row.said - 1]
+        goes_on = row.said <= request.params.min_tokens or request.params.ignore_eos
+        # Told to go on, it begins again.
+        return row.script[(row.said - 1) % len(row.script)] if goes_on and row.script else self._eos
+
+
+def _logprobs(tokens: np.ndarray, vocab_size: int) -> RowLogprobs:
+    """The chosen token is certain and the others are impossible."""
+    ids = np.arange(min(_NUM_LOGPROBS, vocab_size), dtype=np.int32)
+    return RowLogprobs(
+        chosen=np.zeros(tokens.shape, np.float32),
+        ids=np.broadcast_to(ids, (*tokens.shape, len(ids))),
+        values=np.full((*tokens.shape, len(ids)), -np.inf, np.float32),
+        rank=np.ones(tokens.shape, np.int32),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class EchoConfig:
+    vocab_size: int
+
+
+class EchoLLM:
+    """What the server uses of an `LLM`, made from the same arguments; of the checkpoint only the tokenizer and
+    config.json are read. Raises `ConfigError`."""
+
+    def __init__(self, arguments: dict[str, Any]):
+        given = arguments["model"]
+        folder = TINY if given is None else pathlib.Path(given)
+        config = {**_read(folder / "config.json"), **(arguments["hf_overrides"] or {})}
+        self.name = "tiny" if given is None else folder.resolve().name
+        self.tokenizer = Tokenizer.load(arguments["tokenizer"] or folder, arguments["chat_template"])
+        self.config = EchoConfig(config["vocab_size"])
+        self.generation_defaults = _read(folder / "generation_config.json")
+        block, rows = arguments["block_size"], arguments["max_num_seqs"] or 128
+        length = arguments["max_model_len"] or config["max_position_embeddings"]
+        drafts = (arguments["speculative_config"] or {"num_speculative_tokens": 0}).get("num_speculative_tokens", 1)
+        most = arguments["max_num_batched_tokens"] or max(8192, rows * (1 + drafts))
+        whole = -(-length // block)
+        pages = arguments["num_blocks"] or 1 + max(whole, min(rows * whole, _MOST_PAGES))
+        eos = config["eos_token_id"]
+        eos = eos if isinstance(eos, list) else [eos]
+        runner = EchoRunner(
+            Script(self.tokenizer, eos[0]),
+            self.config.vocab_size,
+            {
+                "num_pages": pages,
+                "page_tokens": block,
+                "max_model_len": min(length, (pages - 1) * block),
+                "max_num_seqs": rows,
+                "max_num_batched_tokens": most,
+            },
+            drafts,
+        )
+        self.max_model_len = runner.max_model_len
+        self.engine = EngineCore(
+            runner,
+            eos_token_ids=eos,
+            overlap=arguments["overlap"],
+            seed=arguments["seed"],
+            prefix_caching=arguments["enable_prefix_caching"],
+        )
+
+    def describe(self) -> list[str]:
+        return [f"echo engine: {self.engine.scheduler.pool.capacity} blocks, sequences of {self.max_model_len} tokens"]
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        choice: int = 0,
+        cache_salt: str | None = None,
+        no_store: bool = False,
+    ) -> Request:
+        """As `LLM.add`."""
+        text = TextStream(self.tokenizer, params, prompt[-4:])
+        cache = {"cache_salt": cache_salt, "no_store": no_store}
+        return self.engine.add(prompt, params, request_id=request_id, choice=choice, text=text, **cache)
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise ConfigError(f"{path} cannot be read; give a checkpoint folder") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
