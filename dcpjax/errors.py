@@ -17,5 +17,9 @@ class RequestError(DcpjaxError, ValueError):
     """A request that cannot be served; the message names the field."""
 
 
+class NeverFitsError(RequestError):
+    """More cache than there is: the request is fine, this engine is too small for it."""
+
+
 class CacheFullError(DcpjaxError, RuntimeError):
     """No free pages are left for work that cannot wait."""

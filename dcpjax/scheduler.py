@@ -8,7 +8,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 
-from dcpjax.errors import ConfigError, RequestError
+from dcpjax.errors import ConfigError, NeverFitsError, RequestError
 from dcpjax.host.hits import HitCounter
 from dcpjax.host.keys import PageKeys
 from dcpjax.host.pages import PagePool
@@ -85,7 +85,7 @@ class Scheduler:
             )
         pages = self._pages(request.limit)
         if pages > self.pool.capacity:
-            raise RequestError(
+            raise NeverFitsError(
                 f"max_tokens: the prompt's {num_prompt} tokens and up to {request.limit - num_prompt} new ones need "
                 f"{pages} pages of {self.page_tokens} tokens, but the KV cache has {self.pool.capacity}: shorten the "
                 "prompt or lower max_tokens"

@@ -1,6 +1,5 @@
 """Small things that all answers have in common."""
 
-import uuid
 from typing import Any
 
 import orjson
@@ -17,5 +16,4 @@ class JsonResponse(Response):
 
 def public_id(prefix: str, wanted: str | None, request: Request) -> str:
     """The id of an answer: the client's own suffix, from the body or the X-Request-Id header, or a random one."""
-    suffix = wanted or request.headers.get("x-request-id", "")[:200] or uuid.uuid4().hex
-    return f"{prefix}-{suffix}"
+    return f"{prefix}{wanted or request.scope['request_id']}"

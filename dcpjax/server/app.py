@@ -1,34 +1,47 @@
-"""The HTTP application: routes, and the gate in front of them."""
+"""The HTTP application: every route, by who may call it."""
 
-import hashlib
-import secrets
-import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import fastapi
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 import dcpjax
-from dcpjax.server import errors, prefix_cache, text_routes
+from dcpjax.server import dev_routes, errors, text_routes
 from dcpjax.server.answers import JsonResponse
 from dcpjax.server.chat import chat_completions
 from dcpjax.server.completions import completions
-from dcpjax.server.errors import ApiError
+from dcpjax.server.gate import Gate
+from dcpjax.server.messages import count_tokens, messages
+from dcpjax.server.messages_body import CountBody, MessagesBody
 from dcpjax.server.metrics import CONTENT_TYPE
-from dcpjax.server.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
-from dcpjax.server.service import Served, Service
-
-_GUARDED = ("/v1", "/tokenize", "/detokenize", "/reset_prefix_cache")
+from dcpjax.server.model_cards import model_card
+from dcpjax.server.protocol import (
+    AbortBody,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    read_body,
+)
+from dcpjax.server.service import Service
 
 
 def make_app(service: Service) -> ASGIApp:
     """The application that serves `service`, whatever phase it is in."""
     app = fastapi.FastAPI(title="dcpjax", version=dcpjax.__version__, docs_url=None, redoc_url=None)
     errors.install(app)
+    _add_answers(app, service)
+    _add_models(app, service)
+    _add_state(app, service)
+    if service.options.dev_endpoints:
+        _add_dev(app, service)
+    return Gate.around(app, service)
+
+
+def _add_answers(app: fastapi.FastAPI, service: Service) -> None:
     options = service.options
 
     async def read[B: Body](request: Request, kind: type[B]) -> B:
@@ -42,6 +55,14 @@ def make_app(service: Service) -> ASGIApp:
     async def post_completions(request: Request) -> Response:
         return await completions(request, await read(request, CompletionBody), service.served, options)
 
+    @app.post("/v1/messages", **_documented(MessagesBody))
+    async def post_messages(request: Request) -> Response:
+        return await messages(request, await read(request, MessagesBody), service.served, options)
+
+    @app.post("/v1/messages/count_tokens", **_documented(CountBody))
+    async def post_count_tokens(request: Request) -> Response:
+        return JsonResponse(await count_tokens(await read(request, CountBody), service.served, options))
+
     @app.post("/tokenize", **_documented(TokenizeBody))
     async def post_tokenize(request: Request) -> Response:
         return JsonResponse(await text_routes.tokenize(await read(request, TokenizeBody), service.served, options))
@@ -50,110 +71,83 @@ def make_app(service: Service) -> ASGIApp:
     async def post_detokenize(request: Request) -> Response:
         return JsonResponse(await text_routes.detokenize(await read(request, DetokenizeBody), service.served))
 
-    @app.post("/reset_prefix_cache")
-    async def post_reset(request: Request) -> Response:
-        await prefix_cache.reset(request, service.served)
-        return Response()
 
-    @app.get("/v1/models")
+def _add_models(app: fastapi.FastAPI, service: Service) -> None:
+    @app.get("/v1/models", responses=_REFUSED)
     async def get_models() -> Response:
         served = service.served
-        return JsonResponse({"object": "list", "data": [_model_card(served, name) for name in served.names]})
+        return JsonResponse({"object": "list", "data": [model_card(served, name) for name in served.names]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=_REFUSED)
     async def get_model(name: str) -> Response:
         service.served.check_model(name)
-        return JsonResponse(_model_card(service.served, name))
+        return JsonResponse(model_card(service.served, name))
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+
+def _add_state(app: fastapi.FastAPI, service: Service) -> None:
+    @app.api_route("/health", methods=["GET", "HEAD"], responses=_UNAVAILABLE)
     async def get_health() -> Response:
         return Response(status_code=200 if service.healthy else 503)
+
+    @app.api_route("/ping", methods=["GET", "POST"], responses=_UNAVAILABLE)
+    async def get_ping() -> Response:
+        return await get_health()
+
+    @app.get("/ready", responses=_UNAVAILABLE)
+    async def get_ready() -> Response:
+        return Response(status_code=200 if service.healthy and not service.served.thread.full else 503)
 
     @app.get("/version")
     async def get_version() -> Response:
         return JsonResponse({"version": dcpjax.__version__})
 
-    @app.get("/metrics")
+    @app.get("/load", responses=_UNAVAILABLE)
+    async def get_load() -> Response:
+        return JsonResponse({"server_load": service.served.thread.num_tickets})
+
+    @app.get("/metrics", responses=_UNAVAILABLE)
     async def get_metrics() -> Response:
         return Response(service.served.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
-    return Gate(app, service)
+
+def _add_dev(app: fastapi.FastAPI, service: Service) -> None:
+    @app.post("/reset_prefix_cache", responses=_REFUSED, openapi_extra=dev_routes.RESET_PARAMETERS)
+    async def post_reset(request: Request) -> Response:
+        await dev_routes.reset(request, service.served)
+        return Response()
+
+    @app.api_route("/flush_cache", methods=["GET", "POST"], responses=_REFUSED)
+    async def flush(request: Request) -> Response:
+        return await post_reset(request)
+
+    @app.get("/server_info", responses=_REFUSED)
+    async def get_info() -> Response:
+        return JsonResponse(dev_routes.info(service.served, service.options))
+
+    @app.post("/abort_requests", **_documented(AbortBody))
+    async def post_abort(request: Request) -> Response:
+        body = await read_body(request, AbortBody, service.options.max_body_bytes)
+        service.served.thread.cut(body.request_ids)
+        return Response()
 
 
-class Gate:
-    """Lets in who has a key, while there is a model to answer; counts who is inside. Plain ASGI: it buffers nothing."""
-
-    def __init__(self, app: ASGIApp, service: Service):
-        self._app = app
-        self._service = service
-        self._keys = _digests(service.options.api_keys)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        scope["request_id"] = uuid.uuid4().hex
-        service = self._service
-        if scope["path"].startswith(_GUARDED) and scope["method"] != "OPTIONS":
-            try:
-                self._check_key(Headers(scope=scope))
-                service.admit(scope["method"])
-            except ApiError as error:
-                await error.response()(scope, receive, send)
-                return
-        service.num_inflight += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            service.num_inflight -= 1
-
-    def _check_key(self, headers: Headers) -> None:
-        if not self._keys:
-            return
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digests([key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")])[0]
-        # All of them are compared, in constant time: how long it takes tells nothing.
-        if not sum(secrets.compare_digest(given, known) for known in self._keys):
-            raise ApiError(
-                401,
-                "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-
-
-def _digests(keys: Sequence[str]) -> list[bytes]:
-    return [hashlib.sha256(key.encode()).digest() for key in keys]
+_ERROR = {
+    "description": "Refused",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {"error": {"type": "object", "required": ["message", "type"]}},
+            }
+        }
+    },
+}
+_REFUSED = {"4XX": _ERROR, "503": _ERROR}
+_UNAVAILABLE = {"503": {"description": "Loading, ending, or the engine has failed"}}
 
 
 def _documented(kind: type[Body]) -> dict[str, Any]:
     """The body in the schema; it is read by hand, so that its errors are our own."""
     content = {"application/json": {"schema": kind.model_json_schema()}}
-    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
-
-
-def _model_card(served: Served, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": served.created,
-        "owned_by": "dcpjax",
-        "root": served.llm.name,
-        "parent": None,
-        "max_model_len": served.llm.max_model_len,
-        "permission": [
-            {
-                "id": f"modelperm-{hashlib.sha256(name.encode()).hexdigest()[:24]}",
-                "object": "model_permission",
-                "created": served.created,
-                "allow_create_engine": False,
-                "allow_sampling": True,
-                "allow_logprobs": True,
-                "allow_search_indices": False,
-                "allow_view": True,
-                "allow_fine_tuning": False,
-                "organization": "*",
-                "group": None,
-                "is_blocking": False,
-            }
-        ],
-    }
+    return {"responses": _REFUSED, "openapi_extra": {"requestBody": {"required": True, "content": content}}}

@@ -265,5 +265,3 @@ def _generation_defaults(given: str) -> dict[str, Any] | None:
         return json_object(path.read_text(encoding="utf-8"))
     except (OSError, argparse.ArgumentTypeError):
         raise ConfigError(f"--generation-config {given[:200]!r}: use auto, vllm, or a folder with that file") from None
-
-

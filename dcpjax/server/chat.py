@@ -1,6 +1,5 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions`: the OpenAI shape of a conversation."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -10,164 +9,133 @@ from starlette.responses import Response
 
 from dcpjax.server import wishes
 from dcpjax.server.answers import JsonResponse, public_id
-from dcpjax.server.engine_thread import Prediction, Ticket, Update
-from dcpjax.server.errors import ApiError
+from dcpjax.server.conversation import Conversation, begin
 from dcpjax.server.logprobs import chat_entries
-from dcpjax.server.prompts import ChatPrompt, check_tool_choice, render_chat
 from dcpjax.server.protocol import ChatBody
-from dcpjax.server.reasoning import CLOSE, Reasoning
 from dcpjax.server.service import Served, ServerOptions
 from dcpjax.server.stream import EventStream, attended
-
-_UNSUPPORTED = ("audio", "web_search_options", "functions")
+from dcpjax.server.ticket import Ticket, Update
+from dcpjax.server.tool_calls import CallBegin, CallPart, Content, Part, call_id
+from dcpjax.server.turn import Thought, Turn
 
 
 async def chat_completions(request: Request, body: ChatBody, served: Served, options: ServerOptions) -> Response:
     """The whole answer, or a stream of it. Raises `ApiError` or `RequestError` for what is refused."""
-    served.check_model(body.model)
-    _refuse(body)
-    stream = wishes.stream_options(body)
-    logprobs = _logprobs(body, options)
-    max_tokens = body.max_completion_tokens or body.max_tokens
-    prompt = await asyncio.to_thread(render_chat, body, served, options.template_defaults)
-    ids = wishes.truncate(prompt.token_ids, body)
-    wishes.check_prompt(ids, max_tokens, served, "messages")
-    if max_tokens is None:
-        max_tokens = wishes.default_max_tokens(served)
-    params = wishes.sampling_params(body, served, max_tokens=max_tokens, logprobs=logprobs)
-    ticket = served.thread.submit(wishes.jobs(ids, params, body))
-    await ticket.accepted()
-    answer = _Answer(public_id("chatcmpl", body.request_id, request), body, ChatPrompt(ids, prompt.thinking), served)
+    stream = wishes.stream_options(body, options)
+    conversation = await begin(body, served, options, body.request_id or request.scope["request_id"])
+    answer = _Answer(public_id("chatcmpl-", body.request_id, request), body, conversation, served, options)
+    ticket = conversation.ticket
     if stream.stream:
         return EventStream(ticket, answer.events(ticket, stream))
     async with attended(ticket, request.receive):
         return JsonResponse(await answer.whole(ticket))
 
 
-def _refuse(body: ChatBody) -> None:
-    wishes.refuse_unsupported(body)
-    for field in _UNSUPPORTED:
-        if getattr(body, field) is not None:
-            raise ApiError(400, f"{field}: not supported; leave it out", field)
-    if body.modalities is not None and any(kind != "text" for kind in body.modalities):
-        raise ApiError(400, "modalities: this model gives text only", "modalities")
-    check_tool_choice(body)
-
-
-def _logprobs(body: ChatBody, options: ServerOptions) -> int | None:
-    if not body.logprobs:
-        if body.top_logprobs:
-            raise ApiError(400, "top_logprobs: only allowed with logprobs = true", "top_logprobs")
-        return None
-    wanted = body.top_logprobs or 0
-    wishes.check_logprobs(wanted, options.max_logprobs, "top_logprobs")
-    return wanted
-
-
 class _Choice:
-    """One choice while it grows: its text in two parts, and what goes with it."""
+    """One choice while it grows: its turn, and what goes with the turn's parts."""
 
-    def __init__(self, body: ChatBody, thinking: bool, served: Served):
-        separate = body.separate_reasoning is not False
-        self.num_tokens = 0
-        self.num_reasoning = 0
-        self.cached_tokens = 0
-        self.prediction = Prediction()
+    def __init__(self, body: ChatBody, turn: Turn, served: Served, reasoning_fields: tuple[str, ...]):
+        self.turn = turn
         self.opened = False  # its first chunk is out
-        self.entries: list[dict] = []  # logprobs not sent yet
-        self.token_ids: list[int] = []  # not sent yet
+        self._entries: list[dict] = []  # logprobs not sent yet
+        self._token_ids: list[int] = []  # not sent yet
         self._tokenizer = served.llm.tokenizer
-        self._close = self._tokenizer.token_id(CLOSE)
-        self._thinking = thinking
-        self._shown = body.include_reasoning is not False
-        self._split = Reasoning(thinking and separate)
         self._logprobs = body.logprobs
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._reasoning_fields = reasoning_fields
 
-    def take(self, update: Update) -> tuple[str, str]:
-        """New (reasoning, content)."""
-        ids = update.token_ids
-        self.num_tokens += len(ids)
-        self.cached_tokens = update.cached_tokens
-        self.prediction = update.prediction
-        self.token_ids += ids
+    def deltas(self, update: Update) -> list[dict[str, Any]]:
+        """The update's parts as deltas of a message."""
+        self._token_ids += update.token_ids
         if self._logprobs:
-            self.entries += chat_entries(self._tokenizer, ids, update.logprobs)
-        if self._thinking:
-            self._thinking = self._close not in ids
-            self.num_reasoning += len(ids) if self._thinking else ids.index(self._close) + 1
-        reasoning, content = self._split.push(update.text)
-        if update.finish_reason is not None:
-            late = self._split.finish()
-            reasoning, content = reasoning + late[0], content + late[1]
-        return (reasoning if self._shown else ""), content
-
-    @property
-    def still_thinking(self) -> bool:
-        """Whether all of the text is reasoning."""
-        return self._split.thinking
+            self._entries += chat_entries(self._tokenizer, update.token_ids, update.logprobs, self._as_ids)
+        return [self._delta(part) for part in self.turn.take(update)]
 
     def flush(self) -> tuple[list[dict], list[int]]:
         """Logprob entries and token ids that were not sent yet."""
-        entries, ids = self.entries, self.token_ids
-        self.entries, self.token_ids = [], []
+        entries, ids = self._entries, self._token_ids
+        self._entries, self._token_ids = [], []
         return entries, ids
+
+    def message(self, deltas: list[dict[str, Any]]) -> dict[str, Any]:
+        """All deltas as one message."""
+        texts: dict[str, list[str]] = {"content": [], **{field: [] for field in self._reasoning_fields}}
+        calls: list[dict[str, Any]] = []
+        for delta in deltas:
+            for key, value in delta.items():
+                if key != "tool_calls":
+                    texts[key].append(value)
+                elif "id" in value[0]:
+                    calls.append({key: item for key, item in value[0].items() if key != "index"})
+                else:
+                    calls[-1]["function"]["arguments"] += value[0]["function"]["arguments"]
+        message: dict[str, Any] = {"role": "assistant", "refusal": None}
+        message |= {field: "".join(texts[field]) or None for field in self._reasoning_fields}
+        content = "".join(texts["content"])
+        message["content"] = None if not content and (calls or self.turn.silent) else content
+        return {**message, "tool_calls": calls} if calls else message
+
+    def _delta(self, part: Thought | Part) -> dict[str, Any]:
+        match part:
+            case Thought(text):
+                return dict.fromkeys(self._reasoning_fields, text)
+            case Content(text):
+                return {"content": text}
+            case CallBegin(index, name):
+                function = {"name": name, "arguments": ""}
+                return {"tool_calls": [{"index": index, "id": call_id(), "type": "function", "function": function}]}
+            case CallPart(index, arguments):
+                return {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
 
 
 class _Answer:
-    def __init__(self, answer_id: str, body: ChatBody, prompt: ChatPrompt, served: Served):
+    def __init__(
+        self, answer_id: str, body: ChatBody, conversation: Conversation, served: Served, options: ServerOptions
+    ):
         self._head = {"id": answer_id, "created": int(time.time()), "model": body.model or served.name}
         self._fingerprint = served.system_fingerprint
         self._body = body
-        self._prompt = prompt
-        self._choices = [_Choice(body, prompt.thinking, served) for _ in range(body.n or 1)]
+        self._prompt = conversation.prompt
+        self._details = options.prompt_details
+        self._choices = [_Choice(body, turn, served, options.reasoning_fields) for turn in conversation.turns]
 
     async def whole(self, ticket: Ticket) -> dict[str, Any]:
-        texts = [["", ""] for _ in self._choices]
+        deltas: list[list[dict[str, Any]]] = [[] for _ in self._choices]
         last: dict[int, Update] = {}
         async for updates in ticket:
             for update in updates:
-                reasoning, content = self._choices[update.index].take(update)
-                texts[update.index][0] += reasoning
-                texts[update.index][1] += content
+                deltas[update.index] += self._choices[update.index].deltas(update)
                 last[update.index] = update
-        choices = [self._choice(i, *texts[i], last[i]) for i in range(len(texts))]
+        choices = [self._choice(i, deltas[i], last[i]) for i in range(len(deltas))]
         answer = {"object": "chat.completion", **self._head, "choices": choices, "usage": self._usage()}
         if self._body.return_token_ids:
-            answer["prompt_token_ids"] = self._prompt.token_ids
+            answer["prompt_token_ids"] = self._prompt
         return {**answer, "system_fingerprint": self._fingerprint}
 
     async def events(self, ticket: Ticket, options: wishes.StreamOptions) -> AsyncGenerator[dict]:
         async for updates in ticket:
             for update in updates:
-                for choice in self._deltas(update):
+                for choice in self._chunks(update):
                     usage = {"usage": self._usage()} if options.continuous_usage else {}
                     yield self._chunk([choice], **usage)
         if options.include_usage:
             yield self._chunk([], usage=self._usage())
 
-    def _choice(self, index: int, reasoning: str, content: str, last: Update) -> dict[str, Any]:
+    def _choice(self, index: int, deltas: list[dict[str, Any]], last: Update) -> dict[str, Any]:
         state = self._choices[index]
         entries, ids = state.flush()
-        silent = state.still_thinking and not content
-        message = {
-            "role": "assistant",
-            "content": None if silent else content,
-            "reasoning_content": reasoning or None,
-            "refusal": None,
-        }
         choice = {
             "index": index,
-            "message": message,
+            "message": state.message(deltas),
             "logprobs": {"content": entries} if self._body.logprobs else None,
-            "finish_reason": last.finish_reason,
+            "finish_reason": state.turn.finish_reason,
             "stop_reason": last.stop_reason,
         }
         return {**choice, "token_ids": ids} if self._body.return_token_ids else choice
 
-    def _deltas(self, update: Update) -> list[dict[str, Any]]:
+    def _chunks(self, update: Update) -> list[dict[str, Any]]:
         state, done = self._choices[update.index], update.finish_reason is not None
-        parts = dict(zip(("reasoning_content", "content"), state.take(update), strict=True))
-        deltas = [{key: text} for key, text in parts.items() if text]
+        deltas = state.deltas(update)
         if not deltas and done:
             deltas = [{}]
         chunks = []
@@ -181,7 +149,7 @@ class _Answer:
                 "index": update.index,
                 "delta": delta,
                 "logprobs": {"content": entries} if entries else None,
-                "finish_reason": update.finish_reason if last else None,
+                "finish_reason": state.turn.finish_reason if last else None,
             }
             if last:
                 chunk["stop_reason"] = update.stop_reason
@@ -200,10 +168,11 @@ class _Answer:
         }
 
     def _usage(self) -> dict[str, Any]:
+        turns = [choice.turn for choice in self._choices]
         return wishes.usage(
-            len(self._prompt.token_ids),
-            sum(choice.num_tokens for choice in self._choices),
-            self._choices[0].cached_tokens,
-            (choice.prediction for choice in self._choices),
-            sum(choice.num_reasoning for choice in self._choices),
+            len(self._prompt),
+            sum(turn.num_tokens for turn in turns),
+            turns[0].cached_tokens if self._details else None,
+            (turn.prediction for turn in turns),
+            sum(turn.num_reasoning for turn in turns),
         )

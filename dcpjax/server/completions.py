@@ -11,12 +11,12 @@ from starlette.responses import Response
 
 from dcpjax.server import wishes
 from dcpjax.server.answers import JsonResponse, public_id
-from dcpjax.server.engine_thread import Prediction, Ticket, Update
 from dcpjax.server.errors import ApiError
 from dcpjax.server.logprobs import CompletionLogprobs
 from dcpjax.server.protocol import CompletionBody
 from dcpjax.server.service import Served, ServerOptions
 from dcpjax.server.stream import EventStream, attended
+from dcpjax.server.ticket import Prediction, Ticket, Update
 
 _MAX_TOKENS = 16
 # Of all prompts × choices of one request: each is a request of the engine.
@@ -35,7 +35,7 @@ async def completions(request: Request, body: CompletionBody, served: Served, op
     """The whole answer, or a stream of it. Raises `ApiError` or `RequestError` for what is refused."""
     served.check_model(body.model)
     _refuse(body, options)
-    stream = wishes.stream_options(body)
+    stream = wishes.stream_options(body, options)
     max_tokens = body.max_tokens or wishes.default_max_tokens(served) or _MAX_TOKENS
     prompts = await asyncio.to_thread(_prompts, body, served)
     params = wishes.sampling_params(body, served, max_tokens=max_tokens, logprobs=body.logprobs)
@@ -44,9 +44,9 @@ async def completions(request: Request, body: CompletionBody, served: Served, op
     for prompt in prompts:
         wishes.check_prompt(prompt.token_ids, max_tokens, served, "prompt")
     jobs = [job for prompt in prompts for job in wishes.jobs(prompt.token_ids, params, body)]
-    ticket = served.thread.submit(jobs)
+    ticket = served.thread.submit(jobs, body.request_id or request.scope["request_id"])
     await ticket.accepted()
-    answer = _Answer(public_id("cmpl", body.request_id, request), body, prompts, served)
+    answer = _Answer(public_id("cmpl-", body.request_id, request), body, prompts, served, options)
     if stream.stream:
         return EventStream(ticket, answer.events(ticket, stream))
     async with attended(ticket, request.receive):
@@ -100,7 +100,9 @@ class _Choice:
         self.opened = False  # its first chunk is out
         self._logprobs = None
         if body.logprobs is not None:
-            self._logprobs = CompletionLogprobs(served.llm.tokenizer, len(prompt.text))
+            self._logprobs = CompletionLogprobs(
+                served.llm.tokenizer, len(prompt.text), bool(body.return_tokens_as_token_ids)
+            )
         self._held: Update | None = None  # brought tokens, but no text yet
 
     def take(self, update: Update) -> Update | None:
@@ -123,7 +125,9 @@ class _Choice:
 
 
 class _Answer:
-    def __init__(self, answer_id: str, body: CompletionBody, prompts: list[_Prompt], served: Served):
+    def __init__(
+        self, answer_id: str, body: CompletionBody, prompts: list[_Prompt], served: Served, options: ServerOptions
+    ):
         self._head = {
             "id": answer_id,
             "object": "text_completion",
@@ -133,6 +137,7 @@ class _Answer:
         }
         self._body = body
         self._n = body.n or 1
+        self._details = options.prompt_details
         self._choices = [_Choice(prompt, body, served) for prompt in prompts for _ in range(self._n)]
 
     async def whole(self, ticket: Ticket) -> dict[str, Any]:
@@ -176,6 +181,6 @@ class _Answer:
         return wishes.usage(
             sum(len(choice.prompt.token_ids) for choice in firsts),
             sum(choice.num_tokens for choice in self._choices),
-            sum(choice.cached_tokens for choice in firsts),
+            sum(choice.cached_tokens for choice in firsts) if self._details else None,
             (choice.prediction for choice in self._choices),
         )

@@ -53,7 +53,9 @@ class EchoRunner:
         for i, planned in enumerate(plan.rows):
             request = planned.request
             if planned.new:
-                self._rows[planned.row] = _Row(self._script.answer(request.prompt), request.num_tokens, len(request.output))
+                self._rows[planned.row] = _Row(
+                    self._script.answer(request.prompt), request.num_tokens, len(request.output)
+                )
             if not planned.emit:
                 continue
             row, width = self._rows[planned.row], 1 if planned.tokens is not None else plan.num_drafts + 1

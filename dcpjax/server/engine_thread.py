@@ -4,8 +4,7 @@
     (event loop)                        │ engine thread: add, abort, step
     Ticket ◀── one call a step ── Update ┘
 
-Nobody else touches the engine. A ticket keeps what a slow reader has not taken as one merged update a choice, so its
-memory is bounded by the text and the engine never waits for a client.
+Nobody else touches the engine, and it never waits for a client.
 """
 
 import asyncio
@@ -15,13 +14,14 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 from dcpjax.engine import Delta, EngineCore
 from dcpjax.errors import RequestError
-from dcpjax.host.request import FinishReason, Request, SamplingParams, TokenLogprobs
-from dcpjax.server.errors import ApiError, ClientGone, bad_request
+from dcpjax.host.request import Request, SamplingParams
+from dcpjax.server.errors import ApiError, bad_request
+from dcpjax.server.ticket import Job, Prediction, Ticket, TicketLimits, Update
 from dcpjax.server.watch import Watch
 
 log = logging.getLogger("dcpjax.server")
@@ -53,109 +53,6 @@ class Observer(Protocol):
     def finished(self, request: Request) -> None: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One choice of one prompt. cache_salt, no_store: see `EngineCore.add`."""
-
-    prompt: list[int]
-    params: SamplingParams
-    choice: int = 0
-    cache_salt: str | None = None
-    no_store: bool = False
-
-
-class Prediction(NamedTuple):
-    """Drafts of a job so far: those that are in its text, and those verified in vain."""
-
-    accepted: int = 0
-    rejected: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """What is new of job `index`; `cached_tokens` and `prediction` are of the whole job so far.
-
-    `finish_reason` is set in the last update of a job, and only there.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-    cached_tokens: int
-    prediction: Prediction
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-
-    def then(self, later: "Update") -> "Update":
-        """Both as one."""
-        return dataclasses.replace(
-            later,
-            text=self.text + later.text,
-            token_ids=self.token_ids + later.token_ids,
-            logprobs=self.logprobs + later.logprobs,
-        )
-
-
-class Ticket:
-    """The jobs of one HTTP request, in the event loop. Iterate it for lists of updates; `close` it in any case."""
-
-    def __init__(self, thread: "EngineThread", num_jobs: int):
-        self._thread = thread
-        self._left = num_jobs
-        self._accepted: asyncio.Future[None] = thread.loop.create_future()
-        self._updates: dict[int, Update] = {}
-        self._wake = asyncio.Event()
-        self._error: Exception | None = None
-
-    async def accepted(self) -> None:
-        """Waits until the engine has taken the jobs. Raises `ApiError` if it refuses one: then none runs."""
-        try:
-            await self._accepted
-        except BaseException:
-            self.close()
-            raise
-
-    async def __aiter__(self) -> AsyncIterator[list[Update]]:
-        """What is new, every time there is something. Raises `ApiError` if the engine dies, `ClientGone` on `leave`."""
-        while self._left:
-            await self._wake.wait()
-            self._wake.clear()
-            updates, self._updates = list(self._updates.values()), {}
-            self._left -= sum(update.finish_reason is not None for update in updates)
-            if updates:
-                yield updates
-            if self._error is not None:
-                raise self._error
-
-    def leave(self) -> None:
-        """The client is gone: stops the jobs, and whoever iterates."""
-        self.fail(ClientGone())
-        self._thread.abort(self)
-
-    def close(self) -> None:
-        """Nobody reads any more: jobs that are not finished are aborted."""
-        if self._left:
-            self._thread.abort(self)
-
-    def settle(self, error: Exception | None) -> None:
-        if not self._accepted.done():
-            if error is None:
-                self._accepted.set_result(None)
-            else:
-                self._accepted.set_exception(error)
-
-    def deliver(self, update: Update) -> None:
-        earlier = self._updates.get(update.index)
-        self._updates[update.index] = update if earlier is None else earlier.then(update)
-        self._wake.set()
-
-    def fail(self, error: Exception) -> None:
-        self.settle(error)
-        self._error = error
-        self._wake.set()
-
-
 @dataclasses.dataclass
 class _Live:
     """A request in the engine, and how much of it has been sent."""
@@ -173,13 +70,22 @@ class EngineThread:
     on_death: called in the event loop when the engine fails; all tickets have been failed then.
     """
 
-    def __init__(self, model: Model, observer: Observer, watch: Watch, on_death: Callable[[], None]):
+    def __init__(
+        self,
+        model: Model,
+        observer: Observer,
+        watch: Watch,
+        on_death: Callable[[], None],
+        limits: TicketLimits,
+    ):
         self.loop = asyncio.get_running_loop()
         self.dead = False
         self._model = model
         self._observer = observer
         self._watch = watch
         self._on_death = on_death
+        self._limits = limits
+        self._num_entering = 0  # jobs on their way to the engine
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -204,21 +110,57 @@ class EngineThread:
         """Whether there are requests, but no step has ended for so long."""
         return bool(self._live) and time.monotonic() - self._last_step > seconds
 
-    def submit(self, jobs: Sequence[Job]) -> Ticket:
+    @property
+    def full(self) -> bool:
+        """Whether as many requests wait as may."""
+        return len(self._model.engine.scheduler.waiting) + self._num_entering >= self._limits.most_waiting
+
+    @property
+    def num_tickets(self) -> int:
+        """HTTP requests that wait for tokens."""
+        return sum(ticket.pending for ticket in self._tickets)
+
+    def submit(self, jobs: Sequence[Job], name: str = "") -> Ticket:
         """Hands jobs to the engine, all or none; await `Ticket.accepted` next. Choices of a prompt stand in order.
 
-        Raises `ApiError` if the engine is dead.
+        Raises `ApiError` if the engine is dead, or too many wait for it.
         """
         if self.dead:
             raise _death()
-        ticket = Ticket(self, len(jobs))
+        if self.full:
+            raise ApiError(
+                429,
+                "Too many requests are waiting (--max-queued-requests); try again later.",
+                None,
+                {"Retry-After": "1"},
+            )
+        ticket = Ticket(self, len(jobs), name, self._limits)
         self._tickets.add(ticket)
+        self._num_entering += len(jobs)
         self._call(lambda: self._add(ticket, jobs))
         return ticket
 
     def abort(self, ticket: Ticket) -> None:
         """Ends the ticket's jobs within a step; nothing more is delivered."""
         self._call(lambda: self._drop(ticket))
+
+    def cut(self, names: Collection[str]) -> None:
+        """Ends the jobs of tickets of these names, each with a last update, reason "abort"."""
+        wanted = {name.partition("-")[2] if name.startswith(("chatcmpl-", "cmpl-")) else name for name in names}
+        wanted |= {name.removeprefix("msg_") for name in names}
+        for ticket in tuple(self._tickets):
+            if ticket.name in wanted:
+                self.cut_ticket(ticket)
+
+    def cut_ticket(self, ticket: Ticket) -> None:
+        """Ends the ticket's jobs with a last update each."""
+
+        def cut() -> None:
+            ids = [key for key, live in self._live.items() if live.ticket is ticket]
+            deltas = [self._model.engine.abort(request_id) for request_id in ids]
+            self._publish([delta for delta in deltas if delta is not None])
+
+        self._call(cut)
 
     def abort_all(self) -> None:
         """Ends every job with a last update, reason "abort"."""
@@ -268,6 +210,7 @@ class EngineThread:
             self._die()
 
     def _add(self, ticket: Ticket, jobs: Sequence[Job]) -> None:
+        self._soon(self._entered, len(jobs))
         added: list[_Live] = []
         try:
             for index, job in enumerate(jobs):
@@ -285,6 +228,9 @@ class EngineThread:
         self._last_step = time.monotonic()
         self._live.update((live.request.id, live) for live in added)
         self._soon(ticket.settle, None)
+
+    def _entered(self, count: int) -> None:
+        self._num_entering -= count
 
     def _drop(self, ticket: Ticket) -> None:
         for request_id in [key for key, live in self._live.items() if live.ticket is ticket]:

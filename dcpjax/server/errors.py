@@ -8,7 +8,7 @@ import starlette.exceptions
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from dcpjax.errors import RequestError
+from dcpjax.errors import NeverFitsError, RequestError
 
 _TYPES = {
     400: "BadRequestError",
@@ -22,6 +22,16 @@ _TYPES = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
     504: "TimeoutError",
+}
+
+_ANTHROPIC = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 # Routes of the same API that a text model does not have.
@@ -44,8 +54,14 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
-    def response(self) -> Response:
-        return Response(orjson.dumps(self.body()), self.status, self.headers, media_type="application/json")
+    def anthropic_body(self) -> dict:
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str) -> Response:
+        """In the shape of the protocol that `path` belongs to."""
+        body = self.anthropic_body() if path.startswith(_ANTHROPIC) else self.body()
+        return Response(orjson.dumps(body), self.status, self.headers, media_type="application/json")
 
 
 class ClientGone(Exception):
@@ -55,7 +71,9 @@ class ClientGone(Exception):
 def bad_request(error: RequestError) -> ApiError:
     """A refused request; its message begins with the name of the field."""
     field, colon, _ = str(error).partition(":")
-    return ApiError(400, str(error), field if colon and field.isidentifier() else None)
+    return ApiError(
+        503 if isinstance(error, NeverFitsError) else 400, str(error), field if colon and field.isidentifier() else None
+    )
 
 
 def unavailable(message: str, retry_after: int | None = None) -> ApiError:
@@ -70,29 +88,29 @@ def install(app: fastapi.FastAPI) -> None:
     """Makes every failure of `app` one of these answers."""
 
     async def api_error(request: Request, error: ApiError) -> Response:
-        return error.response()
+        return error.response(request.url.path)
 
     async def request_error(request: Request, error: RequestError) -> Response:
-        return bad_request(error).response()
+        return bad_request(error).response(request.url.path)
 
     async def http_error(request: Request, error: starlette.exceptions.HTTPException) -> Response:
         path = request.url.path
         if error.status_code == 404:
             other = path.startswith(_OTHER_MODELS)
             words = "is not supported by this model" if other else "does not exist"
-            return ApiError(404, f"{request.method} {path[:200]} {words}").response()
+            return ApiError(404, f"{request.method} {path[:200]} {words}").response(path)
         if error.status_code == 405:
             allowed = dict(error.headers or {})
             words = f"{request.method} is not allowed on {path[:200]}; use {allowed.get('Allow', 'another method')}"
-            return ApiError(405, words, headers=allowed).response()
-        return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
+            return ApiError(405, words, headers=allowed).response(path)
+        return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response(path)
 
     async def gone(request: Request, error: Exception) -> Response:
         log.debug("client went away: %s", request.url.path)
         return Response(status_code=499)
 
     async def failure(request: Request, error: Exception) -> Response:
-        return internal(request.scope.get("request_id", "-")).response()
+        return internal(request.scope.get("request_id", "-")).response(request.url.path)
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestError, request_error)

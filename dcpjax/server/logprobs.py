@@ -11,12 +11,15 @@ from dcpjax.text import Tokenizer
 _LOWEST = -9999.0
 
 
-def chat_entries(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[dict]:
-    """One entry a token. `bytes` are the token's own, so that half characters can be joined."""
+def chat_entries(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], as_ids: bool = False
+) -> list[dict]:
+    """One entry a token. `bytes` are the token's own, so that half characters can be joined. as_ids: "token_id:N" instead
+    of the token's text, which may not name one token alone."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         raw = tokenizer.token_bytes(token_id)
-        text = raw.decode("utf-8", errors="replace")
+        text = f"token_id:{token_id}" if as_ids else raw.decode("utf-8", errors="replace")
         return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
     return [
@@ -28,17 +31,18 @@ def chat_entries(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Seque
 class CompletionLogprobs:
     """Parallel lists; `offset` is where the next token's text starts in the choice's text."""
 
-    def __init__(self, tokenizer: Tokenizer | None, offset: int = 0):
+    def __init__(self, tokenizer: Tokenizer | None, offset: int = 0, as_ids: bool = False):
         self._tokenizer = tokenizer
+        self._as_ids = as_ids or tokenizer is None
         self._offset = offset
 
     def lists(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, list]:
         """Of the next tokens."""
         tokens = [self._name(token) for token in token_ids]
         offsets = []
-        for text in tokens:
+        for token, name in zip(token_ids, tokens, strict=True):
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += len(name if self._tokenizer is None else self._text(token))
         top = []
         for token, best in zip(token_ids, logprobs, strict=True):
             named: dict[str, float] = {}
@@ -53,8 +57,9 @@ class CompletionLogprobs:
         }
 
     def _name(self, token_id: int) -> str:
-        if self._tokenizer is None:
-            return f"token_id:{token_id}"
+        return f"token_id:{token_id}" if self._as_ids else self._text(token_id)
+
+    def _text(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
 

@@ -5,17 +5,27 @@ from typing import Any
 
 import orjson
 
+from dcpjax.errors import ConfigError
 from dcpjax.server.errors import ApiError
 from dcpjax.server.protocol import ChatBody, TokenizeBody
 from dcpjax.server.reasoning import thinking_open
-from dcpjax.server.service import Served
+from dcpjax.server.service import Served, ServerOptions
+from dcpjax.text import ChatTemplate
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 # The template looks for the word "high" only and takes all others for the most: asking for less must not give more.
 _EFFORTS = {"minimal": "high", "low": "high", "medium": "high", "high": "high", "xhigh": "max", "max": "max"}
 
-_RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
+_RESERVED = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "self",
+    "allow_special",
+    "template",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +36,10 @@ class ChatPrompt:
     thinking: bool
 
 
-def render_chat(body: ChatBody | TokenizeBody, served: Served, template_defaults: dict[str, Any]) -> ChatPrompt:
+def render_chat(body: ChatBody | TokenizeBody, served: Served, options: ServerOptions) -> ChatPrompt:
     """The prompt of a conversation. Slow for long ones: not for the event loop. Raises `ApiError`, `RequestError`."""
     tokenizer = served.tokenizer("messages")
-    if body.chat_template is not None:
-        raise ApiError(400, "chat_template: this server renders only the model's own template", "chat_template")
+    template = None if body.chat_template is None else _template(body.chat_template, options)
     going_on = bool(body.continue_final_message)
     if going_on and body.add_generation_prompt:
         raise ApiError(
@@ -47,9 +56,24 @@ def render_chat(body: ChatBody | TokenizeBody, served: Served, template_defaults
         tools=_tools(body.tools),
         add_generation_prompt=True if generate is None else generate,
         continue_final_message=going_on,
-        **_template_values(body, template_defaults),
+        allow_special=options.allow_special,
+        template=template,
+        **_template_values(body, options.template_defaults),
     )
     return ChatPrompt(tokenizer.encode_chat(text), thinking_open(text))
+
+
+def _template(source: str, options: ServerOptions) -> ChatTemplate:
+    if not options.trust_templates:
+        raise ApiError(
+            400,
+            "chat_template: this server renders only the model's own template (--trust-request-chat-template)",
+            "chat_template",
+        )
+    try:
+        return ChatTemplate(source)
+    except ConfigError as error:
+        raise ApiError(400, f"chat_template: {str(error)[:200]}", "chat_template") from None
 
 
 def check_tool_choice(body: ChatBody) -> None:

@@ -50,6 +50,8 @@ class SamplingBody(Body):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=1)
     request_id: str | None = Field(None, min_length=1, max_length=200)
     cache_salt: str | None = Field(None, min_length=1)
@@ -119,6 +121,12 @@ class DetokenizeBody(Body):
     tokens: list[TokenId]
 
 
+class AbortBody(Body):
+    """request_ids: the ids of answers, or what the clients gave as such."""
+
+    request_ids: list[str]
+
+
 async def read_body[B: Body](request: Request, kind: type[B], max_bytes: int) -> B:
     """The request's JSON as a `kind`. Raises `ApiError`: 400, or 413 for more than `max_bytes`."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -146,10 +154,10 @@ async def read_body[B: Body](request: Request, kind: type[B], max_bytes: int) ->
     try:
         return kind.model_validate(given)
     except pydantic.ValidationError as error:
-        raise _explain(error) from None
+        raise explain(error) from None
 
 
-def _explain(error: pydantic.ValidationError) -> ApiError:
+def explain(error: pydantic.ValidationError) -> ApiError:
     # In a union every member complains; the first complaint is the plainest one.
     first = error.errors(include_url=False, include_context=False)[0]
     place = [str(part) for part in first["loc"]]

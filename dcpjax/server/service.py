@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import dcpjax
 from dcpjax.server.engine_thread import EngineThread
 from dcpjax.server.errors import ApiError, unavailable
 from dcpjax.server.metrics import Metrics
+from dcpjax.server.ticket import TicketLimits
 from dcpjax.server.watch import Watch
 from dcpjax.text import Tokenizer
 
@@ -84,6 +86,7 @@ class Served:
     llm: "LLM"
     thread: EngineThread
     metrics: Metrics
+    watch: Watch
     names: tuple[str, ...]
     sampling_defaults: dict[str, Any]
     created: int
@@ -142,8 +145,9 @@ class Service:
         options = self.options
         names = options.served_names or (llm.name,)
         metrics = Metrics(names[0], llm.max_model_len, lambda: llm.engine.stats)
-        watch = Watch(lambda: llm.engine.stats, pin=options.pin)
-        thread = EngineThread(llm, metrics, watch, died)
+        watch = Watch(lambda: llm.engine.stats, pin=options.pin, period=10.0 if options.log_stats else math.inf)
+        limits = TicketLimits(options.max_queued, options.request_timeout, options.stream_interval)
+        thread = EngineThread(llm, metrics, watch, died, limits)
         defaults = llm.generation_defaults if options.sampling_defaults is None else options.sampling_defaults
         pinned = "" if options.pin is None else "-pinned"
         digest = hashlib.sha256(f"{llm.name} {options.fingerprint}".encode()).hexdigest()[:8]
@@ -151,6 +155,7 @@ class Service:
             llm=llm,
             thread=thread,
             metrics=metrics,
+            watch=watch,
             names=names,
             sampling_defaults={**defaults, **options.sampling_overrides},
             created=int(time.time()),

@@ -15,7 +15,7 @@ async def tokenize(body: TokenizeBody, served: Served, options: ServerOptions) -
         raise ApiError(400, "prompt: give either prompt or messages", "prompt")
     tokenizer = served.tokenizer("prompt")
     if body.messages is not None:
-        prompt = await asyncio.to_thread(render_chat, body, served, options.template_defaults)
+        prompt = await asyncio.to_thread(render_chat, body, served, options)
         tokens = prompt.token_ids
     else:
         tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens is not False)

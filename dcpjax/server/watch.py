@@ -1,5 +1,6 @@
 """What the log hears of a running engine: a line every few busy seconds, and a warning when drafts stop being accepted."""
 
+import collections
 import logging
 import time
 from collections.abc import Callable
@@ -7,6 +8,9 @@ from collections.abc import Callable
 from dcpjax.engine import EngineStats
 from dcpjax.host.report import Moment, report
 from dcpjax.host.speculation import AcceptanceAlarm
+
+# Of which timings are kept.
+_MOST_STEPS = 10_000
 
 log = logging.getLogger("dcpjax.server")
 
@@ -29,6 +33,7 @@ class Watch:
         self._period = period
         self._clock = clock
         self._busy = 0.0
+        self._steps: collections.deque[tuple[float, float]] = collections.deque(maxlen=_MOST_STEPS)
         self._last = self._moment()
         most = len(stats().acceptance.verified)
         self._alarm = AcceptanceAlarm(most) if most else None
@@ -37,7 +42,9 @@ class Watch:
         """Runs one step of the engine. Only such time counts as busy: rates are not thinned by idling."""
         start = self._clock()
         run()
-        self._busy += self._clock() - start
+        now = self._clock()
+        self._busy += now - start
+        self._steps.append((now, now - start))
         if self._busy - self._last.seconds < self._period:
             return
         before, self._last = self._last, self._moment()
@@ -46,6 +53,16 @@ class Watch:
             warning = self._alarm.take(self._last.acceptance - before.acceptance)
             if warning is not None:
                 log.warning(warning)
+
+    def timings(self) -> dict[str, float | int]:
+        """Steps of the last minute: how many, and their milliseconds. May be asked from another thread."""
+        since = self._clock() - 60
+        seconds = sorted(took for end, took in tuple(self._steps) if end >= since)
+        if not seconds:
+            return {"count": 0}
+        at = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99, "max_ms": 1.0}
+        places = {name: seconds[min(int(share * len(seconds)), len(seconds) - 1)] * 1e3 for name, share in at.items()}
+        return {"count": len(seconds), "mean_ms": sum(seconds) / len(seconds) * 1e3, **places}
 
     def _moment(self) -> Moment:
         stats = self._stats()

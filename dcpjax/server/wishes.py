@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from dcpjax.host.request import SamplingParams
-from dcpjax.server.engine_thread import Job, Prediction
 from dcpjax.server.errors import ApiError
 from dcpjax.server.protocol import SamplingBody
-from dcpjax.server.service import Served
+from dcpjax.server.service import Served, ServerOptions
+from dcpjax.server.ticket import Job, Prediction
 
 # Fields of generation_config.json that stand in for fields a request leaves out.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -62,7 +62,7 @@ def refuse_unsupported(body: SamplingBody) -> None:
         raise ApiError(400, "priority: requests are served in the order of arrival; leave it out", "priority")
 
 
-def stream_options(body: SamplingBody) -> StreamOptions:
+def stream_options(body: SamplingBody, server: ServerOptions) -> StreamOptions:
     """Raises `ApiError` for options without a stream, or that are not true or false."""
     options = {key: value for key, value in (body.stream_options or {}).items() if value is not None}
     if body.stream_options is not None and not body.stream:
@@ -70,7 +70,7 @@ def stream_options(body: SamplingBody) -> StreamOptions:
     for key in ("include_usage", "continuous_usage_stats"):
         if not isinstance(options.get(key, False), bool):
             raise ApiError(400, f"stream_options: {key} must be true or false", "stream_options")
-    include = options.get("include_usage", False)
+    include = options.get("include_usage", False) or server.force_usage
     return StreamOptions(bool(body.stream), include, include and options.get("continuous_usage_stats", False))
 
 
@@ -137,16 +137,18 @@ def default_max_tokens(served: Served) -> int | None:
 def usage(
     prompt_tokens: int,
     completion_tokens: int,
-    cached_tokens: int,
+    cached_tokens: int | None,
     predictions: Iterable[Prediction],
     reasoning_tokens: int = 0,
 ) -> dict[str, Any]:
+    """`cached_tokens` None: are not told."""
     predictions = tuple(predictions)
+    cached = {} if cached_tokens is None else {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        **cached,
         "completion_tokens_details": {
             "reasoning_tokens": reasoning_tokens,
             "accepted_prediction_tokens": sum(prediction.accepted for prediction in predictions),

@@ -13,7 +13,9 @@ from dcpjax.typed import MARK
 TINY = Tokenizer.load(pathlib.Path(__file__).parent.parent.parent / "models" / "tiny")
 NAMES = ["<|assistant|>", "<|user|>", "<think>", "</think>", "<tool_call>", "<arg_key>", "[gMASK]", "<|endoftext|>"]
 TEXT = st.lists(
-    st.one_of(st.sampled_from([*NAMES, MARK, "<|", "|>", "<|user", "think>", "é", " ", "\n", "x"]), st.text(max_size=3)),
+    st.one_of(
+        st.sampled_from([*NAMES, MARK, "<|", "|>", "<|user", "think>", "é", " ", "\n", "x"]), st.text(max_size=3)
+    ),
     max_size=8,
 ).map("".join)
 

@@ -16,12 +16,15 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 class ServerProcess:
-    """`fake`: arguments of `FakeLLM`. `wait`: until the ready line is out; else only until it listens on `port`."""
+    """`fake`: arguments of `FakeLLM`. `wait`: until the ready line is out; else only until it listens on `port`.
+    `module`: the command."""
+
+    module = "tests.server.fake_serve"
 
     def __init__(self, *flags: str, fake: dict[str, Any] | None = None, wait: bool = True, port: int = 0, env=None):
         overrides = ["--hf-overrides", json.dumps(fake)] if fake else []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.server.fake_serve", "--port", str(port), *overrides, *flags],
+            [sys.executable, "-m", self.module, "--port", str(port), *overrides, *flags],
             cwd=ROOT,
             env=env,
             stdout=subprocess.PIPE,
@@ -71,6 +74,15 @@ class ServerProcess:
             reader.join(5)
         self.process.stdout.close()
         self.process.stderr.close()
+
+
+class EchoProcess(ServerProcess):
+    """The real command with the echo engine."""
+
+    module = "dcpjax.serve"
+
+    def __init__(self, *flags: str, **more: Any):
+        super().__init__("--engine", "echo", *flags, **more)
 
 
 def metric(client: httpx.Client, name: str, **labels: str) -> float:

@@ -1,5 +1,6 @@
 """Tool calls cut anywhere equal those of the whole text; values are what the schema says."""
 
+import itertools
 import json
 import re
 
@@ -113,18 +114,22 @@ def read(pieces, schemas=SCHEMAS, most=None) -> tuple[str | None, list[list[str]
 
 def cut(text: str, places) -> list[str]:
     places = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
-    return [text[a:b] for a, b in zip(places, places[1:], strict=False)] or [""]
+    return [text[a:b] for a, b in itertools.pairwise(places)] or [""]
 
 
 ARGUMENT = st.tuples(
     st.sampled_from([*"snoerud", "x", " s\n"]),
-    st.sampled_from(["", "a", " a b\n", "5", "null", "true", "True", '"q"', "[1, 2]", "{'a': None}", "<b>", CALL, "é\\\"\n", "1e5"]),
+    st.sampled_from(
+        ["", "a", " a b\n", "5", "null", "true", "True", '"q"', "[1, 2]", "{'a': None}", "<b>", CALL, 'é\\"\n', "1e5"]
+    ),
 ).map(lambda pair: f"{KEY}{pair[0]}{KEY_END}{VALUE}{pair[1]}{VALUE_END}")
 GOOD = st.tuples(
     st.sampled_from(["get", "get\n", "now", "unknown", ""]), st.lists(ARGUMENT, max_size=3), st.sampled_from(["", "\n"])
 ).map(lambda parts: f"{CALL}{parts[0]}{parts[2].join(parts[1])}{END}")
 BAD = st.lists(
-    st.sampled_from([CALL, END, KEY, KEY_END, VALUE, VALUE_END, "get", "s", "n", "v", "<", "</arg", "<tool", " ", "\n"]),
+    st.sampled_from(
+        [CALL, END, KEY, KEY_END, VALUE, VALUE_END, "get", "s", "n", "v", "<", "</arg", "<tool", " ", "\n"]
+    ),
     max_size=10,
 ).map("".join)
 ANY = st.lists(st.one_of(GOOD, BAD, st.sampled_from(["", "\n", "Let me look. "])), max_size=5).map("".join)
@@ -132,7 +137,7 @@ ANY = st.lists(st.one_of(GOOD, BAD, st.sampled_from(["", "\n", "Let me look. "])
 
 @settings(max_examples=500)
 @given(ANY, st.lists(st.integers(0, 500), max_size=8))
-@example("".join([CALL, "get", KEY, "s", KEY_END, VALUE, "</arg_value"]), [3])
+@example(f"{CALL}get{KEY}s{KEY_END}{VALUE}</arg_value", [3])
 def test_pieces_equal_the_whole(text, places):
     want = oracle(text, SCHEMAS)
     for pieces in (cut(text, places), list(text), [text]):

@@ -1,0 +1,51 @@
+"""Routes for who runs the server: forgetting cached content, and what it is made of and does."""
+
+import json
+from typing import Any
+
+from starlette.requests import Request
+
+import dcpjax
+from dcpjax.server.errors import ApiError
+from dcpjax.server.service import Served, ServerOptions
+
+_FLAG = "reset_running_requests"
+RESET_PARAMETERS = {"parameters": [{"name": _FLAG, "in": "query", "required": False, "schema": {"type": "boolean"}}]}
+
+
+async def reset(request: Request, served: Served) -> None:
+    """`POST /reset_prefix_cache`: forget all cached content, as after a change of weights or before a measurement.
+
+    Raises `ApiError`: 409 while requests use the cache, unless `?reset_running_requests=true` sends them back to the
+    queue first.
+    """
+    value = request.query_params.get(_FLAG, "false").lower()
+    if value not in ("true", "false", "1", "0"):
+        raise ApiError(400, f"{_FLAG}: got {value!r:.200}, it must be true or false", _FLAG)
+    if not await served.thread.reset_prefix_cache(running=value in ("true", "1")):
+        raise ApiError(
+            409,
+            "The prefix cache is in use by running requests, so nothing was reset: try again when they have ended, or "
+            f"add ?{_FLAG}=true, which sends them back to the queue and computes them anew.",
+        )
+
+
+def info(served: Served, options: ServerOptions) -> dict[str, Any]:
+    """`GET /server_info`: the resolved configuration, what the engine is made of, and its steps of the last minute."""
+    stats, pool = served.llm.engine.stats, served.llm.engine.scheduler.pool
+    return {
+        "version": dcpjax.__version__,
+        "model": served.names[0],
+        "served_model_names": list(served.names),
+        "max_model_len": served.llm.max_model_len,
+        "system_fingerprint": served.system_fingerprint,
+        "arguments": json.loads(options.fingerprint or "{}"),
+        "tensor_parallel_size": options.parallelism[0],
+        "decode_context_parallel_size": options.parallelism[1],
+        "description": served.llm.describe(),
+        "num_blocks": pool.capacity,
+        "num_free_blocks": pool.num_free,
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "steps": served.watch.timings(),
+    }

@@ -1,0 +1,91 @@
+"""In front of all routes: browsers' questions, keys, the server's phase, ids of requests. Plain ASGI: it buffers nothing."""
+
+import hashlib
+import secrets
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dcpjax.server.errors import ApiError
+from dcpjax.server.service import Service
+
+_GUARDED = (
+    "/v1",
+    "/tokenize",
+    "/detokenize",
+    "/load",
+    "/reset_prefix_cache",
+    "/flush_cache",
+    "/server_info",
+    "/abort_requests",
+)
+
+
+class Gate:
+    """Lets in who has a key, while there is a model to answer; counts who is inside."""
+
+    def __init__(self, app: ASGIApp, service: Service):
+        self._app = app
+        self._service = service
+        self._keys = _digests(service.options.api_keys)
+
+    @classmethod
+    def around(cls, app: ASGIApp, service: Service) -> ASGIApp:
+        cors = service.options.cors
+        return CORSMiddleware(
+            cls(app, service),
+            allow_origins=cors.origins,
+            allow_methods=cors.methods,
+            allow_headers=cors.headers,
+            allow_credentials=cors.credentials,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers, service = Headers(scope=scope), self._service
+        scope["request_id"] = headers.get("x-request-id", "")[:200] or uuid.uuid4().hex
+        if service.options.request_id_headers:
+            send = _with_id(scope["request_id"], send)
+        if scope["path"].startswith(_GUARDED) and scope["method"] != "OPTIONS":
+            try:
+                self._check_key(headers)
+                service.admit(scope["method"])
+            except ApiError as error:
+                await error.response(scope["path"])(scope, receive, send)
+                return
+        service.num_inflight += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            service.num_inflight -= 1
+
+    def _check_key(self, headers: Headers) -> None:
+        if not self._keys:
+            return
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = _digests([key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")])[0]
+        # All of them are compared, in constant time: how long it takes tells nothing.
+        if not sum(secrets.compare_digest(given, known) for known in self._keys):
+            raise ApiError(
+                401,
+                "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+
+def _digests(keys: Sequence[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode()).digest() for key in keys]
+
+
+def _with_id(request_id: str, send: Send) -> Send:
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["X-Request-Id"] = request_id
+        await send(message)
+
+    return send_with_id

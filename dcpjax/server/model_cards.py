@@ -1,0 +1,34 @@
+"""What `/v1/models` says of a name."""
+
+import hashlib
+from typing import Any
+
+from dcpjax.server.service import Served
+
+
+def model_card(served: Served, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "dcpjax",
+        "root": served.llm.name,
+        "parent": None,
+        "max_model_len": served.llm.max_model_len,
+        "permission": [
+            {
+                "id": f"modelperm-{hashlib.sha256(name.encode()).hexdigest()[:24]}",
+                "object": "model_permission",
+                "created": served.created,
+                "allow_create_engine": False,
+                "allow_sampling": True,
+                "allow_logprobs": True,
+                "allow_search_indices": False,
+                "allow_view": True,
+                "allow_fine_tuning": False,
+                "organization": "*",
+                "group": None,
+                "is_blocking": False,
+            }
+        ],
+    }

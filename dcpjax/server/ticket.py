@@ -1,0 +1,161 @@
+"""What the event loop holds of the engine thread: the jobs of one HTTP request, and what is new of them.
+
+A ticket keeps what a slow reader has not taken as one merged update a choice, so its memory is bounded by the text and
+the engine never waits for a client.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import NamedTuple, Protocol
+
+from dcpjax.host.request import FinishReason, SamplingParams, TokenLogprobs
+from dcpjax.server.errors import ApiError, ClientGone
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One choice of one prompt. cache_salt, no_store: see `EngineCore.add`."""
+
+    prompt: list[int]
+    params: SamplingParams
+    choice: int = 0
+    cache_salt: str | None = None
+    no_store: bool = False
+
+
+class Prediction(NamedTuple):
+    """Drafts of a job so far: those that are in its text, and those verified in vain."""
+
+    accepted: int = 0
+    rejected: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What is new of job `index`; `cached_tokens` and `prediction` are of the whole job so far.
+
+    `finish_reason` is set in the last update of a job, and only there.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    cached_tokens: int
+    prediction: Prediction
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    def then(self, later: "Update") -> "Update":
+        """Both as one."""
+        return dataclasses.replace(
+            later,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+        )
+
+
+class Thread(Protocol):
+    """What a ticket needs of the engine thread."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def abort(self, ticket: "Ticket") -> None: ...
+
+    def cut_ticket(self, ticket: "Ticket") -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TicketLimits:
+    """most_waiting: requests that may wait for the engine. timeout: seconds that a ticket may take, None: no limit.
+    interval: tokens of a job that are read at once, but for its first and last ones."""
+
+    most_waiting: int = 1024
+    timeout: float | None = None
+    interval: int = 1
+
+
+class Ticket:
+    """The jobs of one HTTP request, in the event loop. Iterate it for lists of updates; `close` it in any case."""
+
+    def __init__(self, thread: "Thread", num_jobs: int, name: str, limits: TicketLimits):
+        self.name = name
+        self._thread = thread
+        self._left = num_jobs
+        self._interval = limits.interval
+        self._begun: set[int] = set()  # jobs that brought something
+        self._timer = None if limits.timeout is None else thread.loop.call_later(limits.timeout, self._expire)
+        self._accepted: asyncio.Future[None] = thread.loop.create_future()
+        self._updates: dict[int, Update] = {}
+        self._wake = asyncio.Event()
+        self._error: Exception | None = None
+
+    async def accepted(self) -> None:
+        """Waits until the engine has taken the jobs. Raises `ApiError` if it refuses one: then none runs."""
+        try:
+            await self._accepted
+        except BaseException:
+            self.close()
+            raise
+
+    async def __aiter__(self) -> AsyncIterator[list[Update]]:
+        """What is new, every time there is something. Raises `ApiError` if the engine dies, `ClientGone` on `leave`."""
+        while self._left:
+            await self._wake.wait()
+            self._wake.clear()
+            updates, self._updates = list(self._updates.values()), {}
+            self._left -= sum(update.finish_reason is not None for update in updates)
+            if not self._left:
+                self._stop_timer()
+            if updates:
+                yield updates
+            if self._error is not None:
+                raise self._error
+
+    def leave(self) -> None:
+        """The client is gone: stops the jobs, and whoever iterates."""
+        self.fail(ClientGone())
+        self._thread.abort(self)
+
+    def close(self) -> None:
+        """Nobody reads any more: jobs that are not finished are aborted."""
+        self._stop_timer()
+        if self._left:
+            self._thread.abort(self)
+
+    @property
+    def pending(self) -> bool:
+        return self._left > 0 and self._error is None
+
+    def settle(self, error: Exception | None) -> None:
+        if not self._accepted.done():
+            if error is None:
+                self._accepted.set_result(None)
+            else:
+                self._accepted.set_exception(error)
+
+    def deliver(self, update: Update) -> None:
+        earlier = self._updates.get(update.index)
+        update = self._updates[update.index] = update if earlier is None else earlier.then(update)
+        if update.index in self._begun and update.finish_reason is None and len(update.token_ids) < self._interval:
+            return
+        self._begun.add(update.index)
+        self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        self.settle(error)
+        self._error = error
+        self._wake.set()
+
+    def _expire(self) -> None:
+        if self._begun:
+            self._thread.cut_ticket(self)
+        else:
+            self.fail(ApiError(504, "No token came within --request-timeout; try again when there is less to do."))
+            self._thread.abort(self)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
