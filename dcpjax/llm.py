@@ -10,24 +10,23 @@ from typing import Any
 
 import jax
 
-from dcpjax import build
+from dcpjax import build, hub
 from dcpjax.describe import describe
 from dcpjax.engine import EngineCore
 from dcpjax.errors import CacheFullError, ConfigError, RequestError
 from dcpjax.host.request import Request, SamplingParams, Times, TokenLogprobs
 from dcpjax.host.speculation import AcceptanceAlarm, AdaptiveDrafts
 from dcpjax.interrupts import interrupts_held
+from dcpjax.progress import loading
 from dcpjax.prompts import as_ids, as_list
 from dcpjax.runner import Runner
 from dcpjax.spec import USUAL_DRAFTS, Speculation
 from dcpjax.text import TextStream, Tokenizer
 from dcpjax.trace import Draft, Trace, Tracer
-from models.config import ModelConfig
+from models.config import ModelConfig, read_config
 from models.params import Params
 
 log = logging.getLogger("dcpjax")
-
-TINY = pathlib.Path(__file__).resolve().parent.parent / "models" / "tiny"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +56,8 @@ class RequestOutput:
 class LLM:
     """An engine on this process's devices.
 
-    model: a checkpoint folder; None is the embedded tiny model. tokenizer: a folder with tokenizer.json (default: the
-    model's; a folder without one works with token ids, and `text` is ''). tensor_parallel_size: devices (default: the
+    model: a checkpoint folder, plain or quantised, or a Hub id "owner/name"; None is the embedded tiny model. tokenizer: a
+    folder with tokenizer.json (default: the model's; a folder without one works with token ids, and `text` is ''). tensor_parallel_size: devices (default: the
     dcp size). decode_context_parallel_size: how many of them deal the tokens out among themselves.
     enable_expert_parallel: whole routed experts on a device each, instead of a part of each expert on every device.
     cp_kv_cache_interleave_size: tokens in a turn. dcp_comm_backend: "ag_rs", "a2a" or "psum". index_shards: 1 or the dcp
@@ -106,9 +105,7 @@ class LLM:
         seed: int = 0,
         hf_overrides: dict[str, Any] | None = None,
     ):
-        folder = TINY if model is None else pathlib.Path(model)
-        if not folder.is_dir():
-            raise ConfigError(f"model {str(model)!r} is not a folder; give a folder with config.json and safetensors")
+        folder, self.name = hub.find(model)
         speculation, draft_kv = Speculation.read(speculative_config)
         if speculation is not None and speculation.num_drafts > USUAL_DRAFTS:
             log.warning("%d drafts a step: more than %d seldom pay", speculation.num_drafts, USUAL_DRAFTS)
@@ -133,12 +130,13 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             kernels=kernels,
         )
-        self.name = "tiny" if model is None else folder.resolve().name
         self.tokenizer = _load_tokenizer(folder, tokenizer, chat_template)
+        _check_vocabulary(self.tokenizer, read_config(folder, hf_overrides))
         self.generation_defaults = _generation_defaults(folder)
         build.start_devices(tensor_parallel_size, decode_context_parallel_size)
         build.keep_compiled_programs()
-        self.runner = build.build_runner(folder, config, hf_overrides)
+        with loading() as progress:
+            self.runner = build.build_runner(folder, config, hf_overrides, progress)
         self.engine = EngineCore(
             self.runner,
             eos_token_ids=self.config.eos_token_ids,
@@ -366,6 +364,14 @@ def _load_tokenizer(folder: pathlib.Path, given: str | pathlib.Path | None, temp
     if given is None and not (folder / "tokenizer.json").is_file():
         return None
     return Tokenizer.load(folder if given is None else given, template)
+
+
+def _check_vocabulary(tokenizer: Tokenizer | None, cfg: ModelConfig) -> None:
+    if tokenizer is not None and tokenizer.vocab_size > cfg.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model a vocabulary of {cfg.vocab_size}: they do not "
+            "belong together; give the model's own with tokenizer"
+        )
 
 
 def _generation_defaults(folder: pathlib.Path) -> dict[str, Any]:

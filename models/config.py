@@ -160,6 +160,10 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
+# Above any size that a network has; what is larger is no size.
+_MOST = 1 << 24
+
+
 class _Reader:
     """Reads keys once and remembers which, so that what is left over can be refused."""
 
@@ -178,11 +182,39 @@ class _Reader:
             raise ConfigError(f"config.json has no {key!r}; a glm_moe_dsa checkpoint must state it")
         return value
 
-    def size(self, key: str) -> int:
-        value = self.need(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"config.json: {key} = {value!r} must be a whole number ≥ 1")
+    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self.need(key) if default is None else self.get(key, default)
+        if type(value) is not int or not least <= value <= _MOST:
+            raise ConfigError(f"config.json: {key} = {value!r} must be a whole number from {least} to {_MOST}")
         return value
+
+    def number(self, key: str, default: float) -> float:
+        return _number(key, self.get(key, default))
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise ConfigError(f"config.json: {key} = {value!r} must be a mapping")
+        return value
+
+    def words(self, key: str) -> list[str] | None:
+        value = self.get(key)
+        if value is not None and not (isinstance(value, (list, str)) and all(isinstance(v, str) for v in value)):
+            raise ConfigError(f"config.json: {key} = {value!r} must be a list of words")
+        return value
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        value = self.get(key, ())
+        ids = (value,) if type(value) is int else value
+        if not isinstance(ids, (list, tuple)) or not all(type(v) is int for v in ids):
+            raise ConfigError(f"config.json: {key} = {value!r} must be a token id or a list of them")
+        return tuple(ids)
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+        raise ConfigError(f"config.json: {key} = {value!r} must be a number")
+    return float(value)
 
 
 def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> ModelConfig:
@@ -199,7 +231,7 @@ def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> Mod
             raise ConfigError(f"config.json: {key} = {value!r} is not supported; allowed: {list(allowed)}")
 
     num_layers = read.size("num_hidden_layers")
-    rope = read.get("rope_parameters", {})
+    rope = read.mapping("rope_parameters")
     if rope.get("rope_type", "default") != "default":
         raise ConfigError(f"config.json: rope_type {rope['rope_type']!r} is not supported; use 'default'")
     theta = rope.get("rope_theta", read.get("rope_theta"))
@@ -208,13 +240,12 @@ def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> Mod
     nope, rot = read.size("qk_nope_head_dim"), read.size("qk_rope_head_dim")
     if read.get("qk_head_dim", nope + rot) != nope + rot:
         raise ConfigError(f"config.json: qk_head_dim must be qk_nope_head_dim + qk_rope_head_dim = {nope + rot}")
-    num_experts, num_groups = read.size("n_routed_experts"), read.get("n_group", 1)
+    num_experts, num_groups = read.size("n_routed_experts"), read.size("n_group", 1)
     if num_experts % num_groups:
         raise ConfigError(f"config.json: n_group {num_groups} must divide n_routed_experts {num_experts}")
     width = read.size("moe_intermediate_size")
-    eps = float(read.get("rms_norm_eps", 1e-5))
+    eps = read.number("rms_norm_eps", 1e-5)
     full, sparse = _full_layers(read, num_layers), _sparse_layers(read, num_layers)
-    eos = read.get("eos_token_id", ())
     config = ModelConfig(
         vocab_size=read.size("vocab_size"),
         hidden_size=read.size("hidden_size"),
@@ -225,12 +256,12 @@ def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> Mod
         rope_dim=rot,
         v_dim=read.size("v_head_dim"),
         dense_width=read.size("intermediate_size"),
-        rope_theta=float(theta),
+        rope_theta=_number("rope_theta", theta),
         norm_eps=eps,
-        latent_norm_eps=float(read.get("latent_norm_eps", eps)),
+        latent_norm_eps=read.number("latent_norm_eps", eps),
         max_position=read.size("max_position_embeddings"),
-        eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
-        pad_token_id=read.get("pad_token_id", 0),
+        eos_token_ids=read.ids("eos_token_id"),
+        pad_token_id=read.size("pad_token_id", 0, least=0),
         layers=tuple(LayerKind(full=f, sparse=s) for f, s in zip(full, sparse)),
         indexer=IndexerConfig(
             num_heads=read.size("index_n_heads"),
@@ -241,11 +272,11 @@ def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> Mod
             num_experts=num_experts,
             experts_per_token=read.size("num_experts_per_tok"),
             width=width,
-            shared_width=width * read.get("n_shared_experts", 1),
+            shared_width=width * read.size("n_shared_experts", 1),
             num_groups=num_groups,
-            groups_per_token=read.get("topk_group", 1),
+            groups_per_token=read.size("topk_group", 1),
             norm_topk=bool(read.get("norm_topk_prob", True)),
-            scale=float(read.get("routed_scaling_factor", 1.0)),
+            scale=read.number("routed_scaling_factor", 1.0),
         ),
         has_mtp=read.get("num_nextn_predict_layers", 0) == 1,
         share_selection=bool(read.get("index_share_for_mtp_iteration", False)),
@@ -257,8 +288,8 @@ def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> Mod
 
 def _full_layers(read: _Reader, num_layers: int) -> list[bool]:
     """Which layers own an indexer: `indexer_types`, else the F/S pattern, else frequency and offset."""
-    types, pattern = read.get("indexer_types"), read.get("index_topk_pattern")
-    freq, offset = read.get("index_topk_freq", 1), read.get("index_skip_topk_offset", 2)
+    types, pattern = read.words("indexer_types"), read.words("index_topk_pattern")
+    freq, offset = read.size("index_topk_freq", 1), read.size("index_skip_topk_offset", 2, least=0)
     if types is not None:
         full = [t == "full" for t in types]
         bad = [t for t in types if t not in ("full", "shared")]
@@ -278,7 +309,7 @@ def _full_layers(read: _Reader, num_layers: int) -> list[bool]:
 
 def _sparse_layers(read: _Reader, num_layers: int) -> list[bool]:
     """Which layers hold experts: `mlp_layer_types`, else all from `first_k_dense_replace` on."""
-    types, first = read.get("mlp_layer_types"), read.get("first_k_dense_replace", 0)
+    types, first = read.words("mlp_layer_types"), read.size("first_k_dense_replace", 0, least=0)
     sparse = [t == "sparse" for t in types] if types is not None else [i >= first for i in range(num_layers)]
     if len(sparse) != num_layers or any(t not in ("dense", "sparse") for t in types or ()):
         raise ConfigError(
@@ -326,13 +357,20 @@ def read_config(folder: str | pathlib.Path, overrides: dict[str, Any] | None = N
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json; give a folder with a glm_moe_dsa checkpoint")
-    try:
-        raw = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    raw = _read_mapping(path)
     generation = folder / "generation_config.json"
     if generation.is_file():
-        eos = json.loads(generation.read_text()).get("eos_token_id")
+        eos = _read_mapping(generation).get("eos_token_id")
         if eos is not None:
             raw["eos_token_id"] = eos
     return from_hf(raw, overrides)
+
+
+def _read_mapping(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold a mapping, not a {type(raw).__name__}")
+    return raw

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import pathlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +18,9 @@ from models.checkpoint import INDEX, SINGLE, disk_shape, entries
 from models.config import ModelConfig
 from models.params import Params, Weight, declare, is_weight
 from models.tensorfile import write_file
+
+# Dtype and shape of a tensor to be written.
+Spec = tuple[np.dtype, tuple[int, ...]]
 
 
 def save(
@@ -52,6 +56,21 @@ def save(
         parts = [leaf.part(host, at, chunk_bytes) for leaf, at in sorted(owners[name], key=lambda o: o[0].order)]
         return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)).reshape(specs[name][1])
 
+    write_folder(folder, specs, fetch, file_bytes)
+    if raw_config is not None:
+        # The file says how the weights are stored now, whatever they were read from.
+        stale = ("torch_dtype", "quantization_config")
+        kept = {key: value for key, value in raw_config.items() if key not in stale}
+        write_json(folder / "config.json", kept | {"dtype": str(leaves[0].kind(dtype))})
+
+
+def write_folder(
+    folder: pathlib.Path,
+    specs: Mapping[str, Spec],
+    fetch: Callable[[str], np.ndarray],
+    file_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes tensors in the order of `specs`; `fetch(name)` gives each when its turn has come. See `save`."""
     groups = _cut(specs, file_bytes)
     files = (
         [SINGLE]
@@ -67,12 +86,7 @@ def save(
     if len(files) > 1:
         total = sum(_bytes(spec) for spec in specs.values())
         where = {name: file for file, group in zip(files, groups) for name in group}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-    if raw_config is not None:
-        # The file says how the weights are stored now, whatever they were read from.
-        stale = ("torch_dtype", "quantization_config")
-        kept = {key: value for key, value in raw_config.items() if key not in stale}
-        _write_json(folder / "config.json", kept | {"dtype": str(leaves[0].kind(dtype))})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,13 +122,13 @@ class _Leaf:
         return value[tuple(map(slice, self.weight.size))]
 
 
-def _bytes(spec: tuple[np.dtype, tuple[int, ...]]) -> int:
+def _bytes(spec: Spec) -> int:
     return math.prod(spec[1]) * spec[0].itemsize
 
 
-def _cut(specs: dict[str, tuple], file_bytes: int) -> list[dict[str, tuple]]:
+def _cut(specs: Mapping[str, Spec], file_bytes: int) -> list[dict[str, Spec]]:
     """Consecutive groups of at most `file_bytes`, or of one tensor."""
-    groups: list[dict[str, tuple]] = [{}]
+    groups: list[dict[str, Spec]] = [{}]
     size = 0
     for name, spec in specs.items():
         if groups[-1] and size + _bytes(spec) > file_bytes:
@@ -125,5 +139,5 @@ def _cut(specs: dict[str, tuple], file_bytes: int) -> list[dict[str, tuple]]:
     return groups
 
 
-def _write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
+def write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")

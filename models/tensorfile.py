@@ -133,6 +133,6 @@ def write_file(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, (dtype, shape) in tensors.items():
-            value = np.ascontiguousarray(fetch(name), dtype)
+            value = np.asarray(fetch(name), dtype, order="C")
             assert value.shape == shape, (name, value.shape, shape)
             file.write(value.reshape(-1).view(np.uint8))

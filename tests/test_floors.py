@@ -25,9 +25,12 @@ FLOORS = {
     6: ("dcpjax.engine", "dcpjax.scheduler"),
     7: (
         "dcpjax.bench",
+        "dcpjax.convert",
         "dcpjax.describe",
+        "dcpjax.hub",
         "dcpjax.interrupts",
         "dcpjax.llm",
+        "dcpjax.progress",
         "dcpjax.prompts",
         "dcpjax.serve",
         "dcpjax.server",

@@ -1,0 +1,46 @@
+"""Where a model lies: the embedded one, a folder, or a repository of the Hugging Face Hub that is fetched first."""
+
+import pathlib
+import re
+from collections.abc import Callable
+
+from dcpjax.errors import ConfigError
+
+TINY = pathlib.Path(__file__).resolve().parent.parent / "models" / "tiny"
+
+# What an engine reads; repositories hold other forms of the same weights too.
+_WANTED = ("*.json", "*.jinja", "*.safetensors")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+def find(model: str | pathlib.Path | None, fetch: Callable[..., str] | None = None) -> tuple[pathlib.Path, str]:
+    """The folder of a model, and its short name. `model`: None for the tiny one, a folder, or "owner/name[@revision]".
+
+    Raises `ConfigError` if it is none of these or cannot be fetched. `fetch`: instead of the Hub's own `snapshot_download`.
+    """
+    if model is None:
+        return TINY, "tiny"
+    folder = pathlib.Path(model)
+    if folder.is_dir():
+        return folder, folder.resolve().name
+    if not _HUB_ID.fullmatch(str(model)):
+        raise ConfigError(
+            f"model {str(model)!r} is not a folder; give a folder with config.json and safetensors, or a Hub id owner/name"
+        )
+    name, _, revision = str(model).partition("@")
+    try:
+        found = (fetch or _snapshot_download())(name, revision=revision or None, allow_patterns=list(_WANTED))
+    except Exception as error:  # noqa: BLE001 - it talks to a network, which fails in many ways
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            f"model {str(model)!r} is not a folder, and the Hub does not give it: {reason}. Give a folder, or another id"
+        ) from None
+    return pathlib.Path(found), name.partition("/")[2]
+
+
+def _snapshot_download() -> Callable[..., str]:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError("install huggingface_hub") from None
+    return snapshot_download
