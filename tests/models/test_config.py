@@ -68,7 +68,7 @@ def test_published_parameter_count(data, overrides, count):
 
 def test_padding_grows_only_sharded_sizes(data):
     cfg = read_config(data / "golden" / "b_group2")  # 3 heads, 101 tokens, widths 80 and 24
-    for plain, padded in zip(leaves(cfg), leaves(cfg, pad=lambda n: -(-n // 8) * 8)):
+    for plain, padded in zip(leaves(cfg), leaves(cfg, pad=lambda n, axis="width": -(-n // 8) * 8)):
         assert plain.shape == plain.size == padded.size
         for axis, size, shape in zip(padded.axes, padded.size, padded.shape):
             assert shape == size if axis is None else shape % 8 == 0 and shape >= size

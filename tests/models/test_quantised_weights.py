@@ -67,10 +67,10 @@ def test_values_are_those_of_the_reference(golden, devices):
     assert not got[:, want.shape[1] :].any()
 
 
-@pytest.mark.parametrize("devices", [2, 3, 8])
-def test_padded_shards(golden, devices):
+@pytest.mark.parametrize(("devices", "whole_experts"), [(2, False), (3, True), (8, False), (8, True)])
+def test_padded_shards(golden, devices, whole_experts):
     """At any device count the values are those of one device, then zeros, and every array lies as it was declared."""
-    cfg, plan = read_config(golden), make_plan(devices)
+    cfg, plan = read_config(golden), make_plan(devices, expert_parallel=whole_experts)
     scheme = quantization_of(json.loads((golden / "config.json").read_text()))
     params = load(golden, cfg, plan, jnp.float32)
     told = abstract(cfg, plan, jnp.float32, published(scheme, cfg))
