@@ -50,7 +50,7 @@ def make_parser() -> Parser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("positional_model", nargs="?", metavar="MODEL", help="a checkpoint folder or a Hub id; none: the embedded tiny model")
+    add("positional_model", nargs="?", metavar="MODEL", help="a folder or a Hub id; none: the embedded tiny model")
     add("--config", metavar="FILE", help="YAML whose keys are flag names; the command line wins over it")
     _add_model(parser.add_argument_group("model"))
     _add_devices(parser.add_argument_group("devices"))
