@@ -35,7 +35,7 @@ from tests.attention.paged import (
 SCORES = np.array([0.5, 1.0, -0.3, 2.0, 0.1, 0.7], np.float32)
 VALUES = np.arange(1, 7, dtype=np.float32)
 merge = jax.jit(merge_parts)
-RANKS, TOKENS, HEADS, WIDTH = min(4, NUM_DEVICES), 5, 8, 3
+RANKS, TOKENS, HEADS, WIDTH = min(4, NUM_DEVICES), 5, 8, 4
 
 
 def softmax(scores, values):
