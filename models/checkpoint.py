@@ -119,7 +119,11 @@ def leaves(tree: Params) -> list[Weight]:
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:
     """Tensor name → file name."""
-    where = read_json(path.read_bytes(), f"{path} is corrupt: it").get("weight_map")
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    where = read_json(text, f"{path} is corrupt: it").get("weight_map")
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
         raise CheckpointError(f"{path} is corrupt: no weight_map can be read (it must map tensor names to file names)")
     # They are joined to the folder, and a file elsewhere could be anything.

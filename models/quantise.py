@@ -88,6 +88,6 @@ def to_nvfp4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     size = np.abs(ratio)
     code = np.searchsorted(middles, size, side="left")
     tie = (code < 7) & (size == middles[np.minimum(code, 6)]) & (code % 2 == 1)
-    code = (code + tie).astype(np.uint8) | (ratio < 0).astype(np.uint8) << 3
+    code = (code + tie).astype(np.uint8) | np.signbit(ratio).astype(np.uint8) << 3
     code = code.reshape(len(x), -1)
     return code[:, 0::2] | code[:, 1::2] << 4, scales, factor.reshape(())
