@@ -110,7 +110,10 @@ def test_nothing_is_overwritten(converted, tmp_path, capsys):
 
 def test_a_conversion_that_fails_leaves_nothing(data, tmp_path):
     """Experts of 40 columns are no whole groups."""
-    assert main(["--model", str(data / "golden" / "b_group2"), "--quantization", "nvfp4", "--out", str(tmp_path / "x")]) == 1
+    assert (
+        main(["--model", str(data / "golden" / "b_group2"), "--quantization", "nvfp4", "--out", str(tmp_path / "x")])
+        == 1
+    )
     assert not [*tmp_path.iterdir()]
 
 
