@@ -44,14 +44,15 @@ def place(
 ) -> Params:  # fmt: skip
     """Parameters padded and sharded for `plan`: plain ones in `dtype` (router bias: float32), quantised ones as stored.
 
-    Host memory holds one array of at most `chunk_bytes`, or one layer of one larger array. `progress(done, total)` is
+    Host memory holds one array of at most `chunk_bytes`, or two layers of one larger array. `progress(done, total)` is
     called after each, with bytes. Raises `CheckpointError` for scales that are no numbers.
     """
     declared = declare(cfg, plan.pad)
     targets = map_weights(lambda w: arrays(w, checkpoint.form(w), plan, dtype), declared)
     total = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(targets))
-    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-        loader = _Loader(checkpoint, pool, chunk_bytes, _Count(total, progress))
+    threads = concurrent.futures.ThreadPoolExecutor
+    with threads(_READERS) as pool, threads(1) as ahead:
+        loader = _Loader(checkpoint, pool, ahead, chunk_bytes, _Count(total, progress))
         return jax.tree.map(loader.leaf, declared, targets, is_leaf=is_weight)
 
 
@@ -72,6 +73,7 @@ class _Count:
 class _Loader:
     checkpoint: Checkpoint
     pool: concurrent.futures.Executor
+    ahead: concurrent.futures.Executor
     chunk_bytes: int
     count: _Count
 
@@ -109,10 +111,13 @@ class _Loader:
         if len(w.layers) < 2 or nbytes <= self.chunk_bytes:
             return self._finish(make(w), nbytes)
         stack = jax.jit(lambda: jnp.zeros(target.shape, target.dtype), out_shardings=target.sharding)()
-        for at, layer in enumerate(w.layers):
-            stack = _set_layer(stack, make(dataclasses.replace(w, layers=(layer,))), np.int32(at))
-            # Without waiting the host would run ahead and hold many layers that wait for their turn.
-            stack = self._finish(stack, nbytes // len(w.layers))
+        layers = [dataclasses.replace(w, layers=(layer,)) for layer in w.layers]
+        following = self.ahead.submit(make, layers[0])
+        for at, after in enumerate([*layers[1:], None]):
+            # One layer is read while the one before travels, and no more: waiting for each bounds what the host holds.
+            layer = following.result()
+            following = self.ahead.submit(make, after) if after else None
+            stack = self._finish(_set_layer(stack, layer, np.int32(at)), nbytes // len(layers))
         return stack
 
     def _finish(self, x: jax.Array, nbytes: int) -> jax.Array:
@@ -180,4 +185,8 @@ def _copy(out: np.ndarray, found: np.ndarray) -> None:
 @functools.partial(jax.jit, donate_argnums=0)
 def _set_layer(stack: jax.Array, layer: jax.Array, at: jax.Array) -> jax.Array:
     """`stack [N, …]` with row `at` replaced by `layer [1, …]`, in place."""
-    return jax.lax.dynamic_update_slice_in_dim(stack, layer, at, 0)
+    # As bits: XLA on CPU would take a whole stack of 8-bit floats to 16 bits and back.
+    bits = jnp.dtype(f"uint{8 * stack.dtype.itemsize}")
+    stack_bits, layer_bits = (jax.lax.bitcast_convert_type(x, bits) for x in (stack, layer))
+    placed = jax.lax.dynamic_update_slice_in_dim(stack_bits, layer_bits, at, 0)
+    return jax.lax.bitcast_convert_type(placed, stack.dtype)

@@ -4,6 +4,7 @@ import collections
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,8 +13,10 @@ from dcpjax.batch import ForwardBatch
 from dcpjax.mesh import make_plan
 from dcpjax.step import StepShape
 from models import glm_moe_dsa, mtp
+from models.config import read_config
 from models.glm_moe_dsa import Network
 from models.params import pad_to
+from models.weights import load
 from tests.attention import toy
 from tests.attention.paged import PAGE, Geometry
 
@@ -80,9 +83,9 @@ def batch(tokens: int, rows: int) -> ForwardBatch:
 
 def forward_program(
     cfg, geometry: Geometry, options: AttentionOptions, tokens: int = TOKENS, rows: int = TOKENS,
-    whole_experts: bool = False,
+    whole_experts: bool = False, load=None,
 ) -> str:  # fmt: skip
-    """The network of a step without its sampling, which compiles faster."""
+    """The network of a step without its sampling, which compiles faster. `load(plan)`: its weights, if not random ones."""
     plan = make_plan(geometry.plan.num_devices, geometry.dcp, whole_experts)
     net = Network(cfg, plan, options)
 
@@ -90,7 +93,8 @@ def forward_program(
         hidden, cache, _ = glm_moe_dsa.forward(params, cache, batch, net)
         return cache, glm_moe_dsa.logits(params, hidden, net)
 
-    args = pad_to(toy.params(cfg), cfg, plan), toy.cache(cfg, geometry), batch(tokens, rows)
+    params = pad_to(toy.params(cfg), cfg, plan) if load is None else load(plan)
+    args = params, toy.cache(cfg, geometry), batch(tokens, rows)
     return jax.jit(run, donate_argnums=1).lower(*args).compile().as_text()
 
 
@@ -185,3 +189,14 @@ def test_logits_are_gathered_and_not_the_matrix():
     gathered = [line for line in text.splitlines() if " all-gather" in line and "attention" not in line]
     assert len(gathered) == 1
     assert re.search(rf"= f32\[{TOKENS},{CONFIG.vocab_size}\]", gathered[0])
+
+
+@pytest.mark.parametrize("name", ["q_fp8_block128", "q_nvfp4_experts"])
+def test_quantised_weights_are_scaled_where_they_lie(data, name):
+    """Also where the mesh cuts blocks: every device has the scales of its own part."""
+    folder, geometry = data / "golden" / name, Geometry(2, tp=2, num_pages=8)
+    cfg = read_config(folder)
+    text = forward_program(
+        cfg, geometry, AttentionOptions("ag_rs"), load=lambda plan: load(folder, cfg, plan, jnp.float32)
+    )
+    assert count(text) == budget(geometry, "ag_rs", full=2, layers=3)
