@@ -1,10 +1,13 @@
 """The jit boundary: pools and row state on the device, one compiled step per shape, plans in and tokens out."""
 
+import concurrent.futures
 import dataclasses
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -230,11 +233,19 @@ class Runner:
         return Pending(output, scores)
 
     def _run(self, plan: StepPlan, shape: StepShape) -> StepOutput:
-        packed = steps.pack(plan, shape, self.limits.max_num_seqs, self.eos_ids)
-        self.cache, self.draft_cache, self.state, output = self._step(
-            self.params, self.cache, self.draft_cache, self.state, packed, shape=shape, net=self.net, spec=self.spec
-        )
+        args, static = self._arguments(plan, shape)
+        self.cache, self.draft_cache, self.state, output = self._step(*args, **static)
         return output
+
+    def _compile(self, shape: StepShape) -> None:
+        """What the first run of a shape would do; the run then finds the program."""
+        args, static = self._arguments(StepPlan(rows=(), epoch=0), shape)
+        self._step.lower(*args, **static).compile()
+
+    def _arguments(self, plan: StepPlan, shape: StepShape) -> tuple[tuple, dict[str, Any]]:
+        packed = steps.pack(plan, shape, self.limits.max_num_seqs, self.eos_ids)
+        args = (self.params, self.cache, self.draft_cache, self.state, packed)
+        return args, {"shape": shape, "net": self.net, "spec": self.spec}
 
     def _zero(self, pages: tuple[int, ...]) -> None:
         """Clears pages before anything is written to them, so many at a time that one program serves all."""
@@ -256,15 +267,25 @@ class Runner:
         self.state = self._seed_vocab(self.state, np.int32(row), counts, seen, bias)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compiles every shape by running it with nothing but padding, and the side programs."""
+        """Compiles every shape, several at a time, and the side programs; then runs each with nothing but padding.
+
+        `progress` hears how many shapes are compiled, and of how many.
+        """
         shapes = self.buckets.shapes
         progress(0, len(shapes))
-        for done, shape in enumerate(shapes, 1):
+        workers = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        try:
+            compiled = [workers.submit(self._compile, shape) for shape in shapes]
+            for done, program in enumerate(concurrent.futures.as_completed(compiled), 1):
+                program.result()
+                progress(done, len(shapes))
+        finally:
+            workers.shutdown(cancel_futures=True)
+        for shape in shapes:
             output = self._run(StepPlan(rows=(), epoch=0), shape)
             size = self.net.cfg.vocab_size
             self._logprobs(output.logits, output.tokens.reshape(-1), size, min(FEW_LOGPROBS, size))
             jax.block_until_ready(output)
-            progress(done, len(shapes))
         if self._zero_pages is not None:
             self._zero((self.num_pages,))
         zero = np.zeros(self.net.plan.pad(self.net.cfg.vocab_size), np.int32)

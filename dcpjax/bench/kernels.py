@@ -6,14 +6,14 @@ import pathlib
 
 import jax
 
-from dcpjax.bench import kernels_experts, kernels_index, kernels_merge, kernels_mla, kernels_topk
+from dcpjax.bench import chain, kernels_experts, kernels_index, kernels_merge, kernels_mla, kernels_topk
 
 PARTS = {
-    "mla": kernels_mla.measure,
-    "merge": kernels_merge.measure,
-    "index": kernels_index.measure,
-    "topk": kernels_topk.measure,
-    "experts": kernels_experts.measure,
+    "mla": kernels_mla.cases,
+    "merge": kernels_merge.cases,
+    "index": kernels_index.cases,
+    "topk": kernels_topk.cases,
+    "experts": kernels_experts.cases,
 }
 
 
@@ -26,10 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Prints a line a figure as soon as it is known."""
     print(f"{len(jax.devices())} × {jax.devices()[0].device_kind}, jax {jax.__version__}")
-    rows = []
-    for part in args.only:
-        for row in PARTS[part]():
-            print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-            rows.append(row)
-            if args.json:
-                args.json.write_text(json.dumps(rows, indent=1))
+    rows = {}
+    for row in chain.measure([case for part in args.only for case in PARTS[part]()]):
+        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        figures = ("us", "gb_per_s", "share", "predicted_us", "gpu_us", "gpu_share")
+        # Its second row takes the place of a case's first.
+        rows[tuple((k, v) for k, v in row.items() if k not in figures)] = row
+        if args.json:
+            args.json.write_text(json.dumps(list(rows.values()), indent=1))

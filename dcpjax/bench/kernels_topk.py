@@ -1,11 +1,11 @@
-"""Time of the selection of 2048 scores, and of merging what ranks selected. Prediction: see `_predicted`."""
+"""The selection of 2048 scores, and merging what ranks selected. Prediction: see `_predicted`."""
 
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from dcpjax.bench.chain import READ_CEILING, chain_us, row
+from dcpjax.bench.chain import READ_CEILING, Case
 from dcpjax.pallas_kernels.topk import merge_candidates, topk_slots
 
 TOPK = 2048
@@ -13,39 +13,49 @@ SHAPES = tuple((b, length) for b in (1, 16, 64) for length in (2**15, 2**17, 2**
 PASSES = 7
 
 
-def measure(
+def cases(
     shapes: tuple[tuple[int, int], ...] = SHAPES,
     merges: tuple[tuple[int, int], ...] = ((1, 2), (16, 2), (64, 2), (16, 8)),
     arms: tuple[str, ...] = ("triton", "xla"),
-) -> list[dict[str, Any]]:
-    """A row for every number of rows, length and arm; and for the merge of some rows' candidates from some ranks."""
-    rows = []
+) -> list[Case]:
+    """One for every number of rows, length and arm; and for the merge of some rows' candidates from some ranks."""
+    found = []
     for count, length in shapes:
-        score = jax.random.normal(jax.random.key(1), (count, length), jnp.float32)
         for arm in arms:
 
-            def select(score, arm=arm):
+            def select(number, score, arm=arm):
                 return topk_slots(score, jnp.arange(score.shape[1], dtype=jnp.int32), TOPK, backend=arm)
 
-            nbytes = 4 * count * length
-            us = chain_us(select, (score,), 78 if arm == "triton" else 4)
-            rows.append(row("topk", arm, us, nbytes, _predicted(nbytes), rows=count, length=length))
+            nbytes, shape = 4 * count * length, {"rows": count, "length": length}
+            inputs = functools.partial(_scores, count, length)
+            found.append(Case("topk", arm, shape, select, inputs, nbytes, _predicted(nbytes), _calls(arm)))
     for count, ranks in merges:
-        score = jax.random.normal(jax.random.key(2), (count, ranks * TOPK), jnp.float32)
-        slot = jax.random.permutation(jax.random.key(3), ranks * TOPK).astype(jnp.int32)
-        slot = jnp.broadcast_to(slot, score.shape)
         for arm in arms:
 
-            def merge(score, slot, arm=arm):
+            def merge(number, score, slot, arm=arm):
                 return merge_candidates(score, slot, TOPK, backend=arm)
 
-            nbytes = 8 * count * ranks * TOPK
-            us = chain_us(merge, (score, slot), 20)
-            rows.append(row("topk merge", arm, us, nbytes, 2 * _predicted(nbytes / 2), rows=count, ranks=ranks))
-    return rows
+            nbytes, shape = 8 * count * ranks * TOPK, {"rows": count, "ranks": ranks}
+            inputs = functools.partial(_candidates, count, ranks)
+            found.append(Case("topk merge", arm, shape, merge, inputs, nbytes, 2 * _predicted(nbytes / 2), _calls(arm)))
+    return found
+
+
+def _calls(arm: str) -> int:
+    return 16 if arm == "triton" else 4
 
 
 def _predicted(nbytes: float) -> float:
     """Passes over the scores, from the cache where they fit (three times as fast), and 3 µs a launch."""
     rate = READ_CEILING * (3 if nbytes < 40e6 else 1)
     return PASSES * (3 + nbytes / rate * 1e6)
+
+
+def _scores(count: int, length: int) -> tuple[jax.Array]:
+    return (jax.random.normal(jax.random.key(1), (count, length), jnp.float32),)
+
+
+def _candidates(count: int, ranks: int) -> tuple[jax.Array, jax.Array]:
+    score = jax.random.normal(jax.random.key(2), (count, ranks * TOPK), jnp.float32)
+    slot = jax.random.permutation(jax.random.key(3), ranks * TOPK).astype(jnp.int32)
+    return score, jnp.broadcast_to(slot, score.shape)

@@ -5,49 +5,68 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.bench import kernels_mla
-from dcpjax.bench.chain import READ_CEILING, chain_us, row
+from dcpjax.bench import chain, kernels_experts, kernels_index, kernels_mla, kernels_topk
+from dcpjax.bench.chain import READ_CEILING, Case
 
 
 class Counted:
     """A function that the compiler may leave out when its result is not needed, and that knows how often it ran."""
 
     def __init__(self):
-        self.calls = 0
+        self.calls, self.numbers = 0, set()
 
-    def run(self, x):
+    def run(self, number, x):
         self.calls += 1
+        self.numbers.add(int(number))
         return x
 
-    def __call__(self, x, *_):
-        return jax.pure_callback(self.run, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    def __call__(self, number, x, *_):
+        return jax.pure_callback(self.run, jax.ShapeDtypeStruct(x.shape, x.dtype), number, x)
+
+
+def case(call, calls=5) -> Case:
+    return Case("name", "arm", {"tokens": 3}, call, lambda: (jnp.ones(3), jnp.ones(2)), 21.2e6, 5.0, calls)
 
 
 def test_every_call_of_a_chain_is_made():
     counted = Counted()
-    assert chain_us(counted, (jnp.ones(3),), calls=5, rounds=2) > 0
-    assert counted.calls == 5 * 3  # one run is not counted
+    (row,) = chain.measure([case(counted)])
+    assert row["us"] > 0
+    assert counted.calls == 5 * 6  # one run is not counted
+    assert counted.numbers == set(range(5))
 
 
 def test_every_layer_of_sparse_mla_is_computed(monkeypatch):
     counted = Counted()
     real = kernels_mla.sparse_mla
 
-    def watched(q, *args, **choice):
-        return counted(real(q, *args, **choice)[0])
+    def watched(q, pool, layer, *args, **choice):
+        return counted(layer, real(q, pool, layer, *args, **choice)[0])
 
     monkeypatch.setattr(kernels_mla, "sparse_mla", watched)
-    rows = list(kernels_mla.measure((1,), (16,), (512,), ("xla",), layers=3, num_rows=64))
+    (got,) = chain.measure(kernels_mla.cases((1,), (16,), (512,), ("xla",), layers=3, num_rows=64))
     assert counted.calls == 3 * 6
-    (got,) = rows
+    assert counted.numbers == {0, 1, 2}
     assert got["kernel"] == "sparse mla"
     assert (got["tokens"], got["heads"], got["count"], got["records"]) == (1, 16, 512, "bfloat16")
     # 512 rows of 1152 bytes at the ceiling, and two launches.
     assert got["predicted_us"] == pytest.approx(512 * 1152 / READ_CEILING * 1e6 + 6, abs=0.06)
 
 
+def test_the_other_parts_run():
+    """The XLA arms of small shapes, whose inputs are those of the tables."""
+    found = [
+        *kernels_index.cases(((1, 128),), (1,), ("xla",)),
+        *kernels_topk.cases(((1, 4096),), ((1, 2),), ("xla",)),
+    ]
+    rows = list(chain.measure(found))
+    assert [row["kernel"] for row in rows] == ["indexer", "topk", "topk merge"]
+    shapes = jax.eval_shape(kernels_experts.cases((4,), ("xla",))[0].inputs)
+    assert [x.shape for x in shapes[:3]] == [(4, 6144), (4, 8), (4, 8)]
+
+
 def test_a_row_tells_bandwidth_and_share():
-    got = row("name", "arm", 10.0, 21.2e6, 5.0, tokens=3)
+    got = case(None).row(10.0)
     assert got == {
         "kernel": "name", "arm": "arm", "tokens": 3, "us": 10.0, "gb_per_s": 2120, "share": 0.5, "predicted_us": 5.0,
     }  # fmt: skip
