@@ -124,7 +124,7 @@ def _uncut_block(w: Weight, form: Format, plan: MeshPlan) -> tuple[int, int]:
     if block[1] % form.per_byte:
         raise ConfigError(
             f"{w.name}: {form.name} packs {form.per_byte} values in a byte, and its {w.size[1]} columns over these devices "
-            f"are parts of {part}; use a tensor parallel size that gives even parts"
+            f"are parts of {part}; use a tensor parallel size that gives even parts, or whole experts on a device each"
         )
     return block[0], block[1]
 

@@ -7,6 +7,7 @@ import pytest
 
 from dcpjax.pallas_kernels.experts import MOST_TOKENS, experts_ffn
 from dcpjax.pallas_kernels.experts_triton import ExpertsConfig
+from dcpjax.quant import QArray, plain
 from tests.kernels.base import BACKENDS, fresh, lower_for_h200, same_bits
 
 # tokens, experts each, experts, inner, width, dtype, config
@@ -108,3 +109,26 @@ def test_other_sizes_are_refused():
         experts_ffn(*make(1, 1, 2, 24, 16, jnp.float32), backend="triton")
     with pytest.raises(NotImplementedError, match="128 × 64"):
         experts_ffn(*make(1, 1, 2, 16, 16, jnp.float32), backend="mosaic")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("packed", [False, True], ids=["fp8", "nvfp4"])
+def test_quantised_stacks_are_widened(backend, packed):
+    """The same bits as with the wide stacks."""
+    x, chosen, weight, *_ = make(5, 2, 4, 32, 64, jnp.float32)
+    rng = np.random.default_rng(3)
+
+    def stack(out, into):
+        if not packed:
+            values = rng.normal(size=(4, out, into)).astype(jnp.float8_e4m3fn)
+            return QArray(jnp.asarray(values), rng.random((4, out // 16, into // 32), np.float32), None, (16, 32))
+        values = rng.integers(0, 256, (4, out, into // 2), np.uint8)
+        scales = rng.random((4, out, into // 16)).astype(jnp.float8_e4m3fn)
+        return QArray(jnp.asarray(values), jnp.asarray(scales), rng.random(4, np.float32), (1, 16))
+
+    stacks = stack(32, 64), stack(32, 64), stack(64, 32)
+    call = jax.jit(experts_ffn, static_argnames="backend")
+    same_bits(
+        call(x, chosen, weight, *stacks, backend=backend),
+        call(x, chosen, weight, *plain(stacks, jnp.float32), backend=backend),
+    )

@@ -169,3 +169,21 @@ def test_unreadable_folder(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
         read_config(tmp_path)
+
+
+ODD = (None, "x", -1, 0, 1.5, True, [], {}, [1], ["a", None], {"a": 1}, 10**400, float("nan"), [[]], "FFF", [True])
+
+
+@pytest.mark.parametrize("name", ["a_freq4", "b_group2", "q_fp8_block128"])
+def test_values_of_wrong_types_are_refused_by_name(data, name):
+    """Any key with any odd value: a network, or a sentence that names a key."""
+    raw = json.loads((data / "golden" / name / "config.json").read_text())
+    refused = 0
+    for key in raw:
+        for value in ODD:
+            try:
+                from_hf(raw | {key: value})
+            except ConfigError as error:
+                refused += 1
+                assert str(error).startswith(("config.json", "unknown configuration keys"))
+    assert refused > 300

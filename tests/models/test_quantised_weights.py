@@ -14,13 +14,15 @@ from safetensors.numpy import save_file
 from dcpjax.errors import CheckpointError, ConfigError
 from dcpjax.mesh import make_plan
 from dcpjax.quant import QArray, plain
+from models.checkpoint import Checkpoint, disk_shape, entries
 from models.config import from_hf, read_config
 from models.params import declare, is_weight
+from models.published import GLM_5_2
 from models.quantconfig import quantization_of
 from models.saving import save
-from models.stored import FORMATS, abstract, bytes_per_device, published
+from models.stored import FORMATS, Parts, abstract, bytes_per_device, in_published, published
 from models.tensorfile import open_file
-from models.weights import load
+from models.weights import load, place
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -222,6 +224,34 @@ def test_bytes_are_not_cut(data):
     folder = data / "golden" / NVFP4
     with pytest.raises(ConfigError, match=r"down_proj.* parts of 29; use a tensor parallel size"):
         load(folder, read_config(folder), make_plan(5), jnp.float32)
+    load(folder, read_config(folder), make_plan(5, expert_parallel=True), jnp.float32)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 30, 0])
+def test_progress_ends_at_the_total(golden, chunk_bytes):
+    cfg, told = read_config(golden), []
+    checkpoint = Checkpoint.open(golden, cfg)
+    params = place(
+        checkpoint, cfg, make_plan(2), jnp.float32, chunk_bytes=chunk_bytes, progress=lambda *x: told.append(x)
+    )
+    total = sum(x.nbytes for x in jax.tree.leaves(params))
+    done = [x for x, _ in told]
+    assert {x for _, x in told} == {total} and done == sorted(done) and done[-1] == total
+
+
+@pytest.mark.parametrize(("scheme", "gigabytes"), [("fp8", 755.6), ("nvfp4", 464.8), (None, 1506.7)])
+def test_bytes_of_the_published_checkpoints(scheme, gigabytes):
+    """GLM-5.2's own shapes, by the names that each of its three checkpoints has."""
+    cfg, sizes = from_hf(GLM_5_2), {}
+    for w in leaves(declare(cfg)):
+        form = FORMATS[scheme] if scheme and in_published(scheme, w, cfg) else None
+        for _, name in entries(w):
+            parts = Parts(form, name, form and f"{name}_scale", f"{name}_scale_2" if form and form.factor else None)
+            for tensor, (shape, dtypes) in parts.expected(disk_shape(w)).items():
+                plain_dtype = dtypes[0] if form or w.float32 else jnp.dtype(jnp.bfloat16)
+                sizes[tensor] = int(np.prod(shape)) * plain_dtype.itemsize
+    assert len(sizes) == {"fp8": 118_629, "nvfp4": 174_785, None: 59_585}[scheme]
+    assert round(sum(sizes.values()) / 1e9, 1) == gigabytes
 
 
 def test_saving_wants_plain_parameters(data, tmp_path):
