@@ -168,12 +168,12 @@ def _part(q, flat, layer, rows, count, value_width, scale, kernels, shards=1, dt
 
 
 def _movement(q: jax.Array, pool: Pool, batch: ForwardBatch, options: AttentionOptions) -> str:
-    """Which movement sends fewer values: all queries and outputs, or all rows of the block tables."""
+    """Which movement sends fewer bytes: all queries and outputs, or all rows of the block tables."""
     if options.movement is not None:
         return options.movement
     tokens, heads, width = q.shape
-    queries = 2 * tokens * heads * width
-    rows = batch.pages.shape[0] * batch.pages.shape[1] * pool.layout.page_tokens * width
+    queries = 2 * tokens * heads * width * q.dtype.itemsize
+    rows = batch.pages.shape[0] * batch.pages.shape[1] * pool.layout.page_tokens * pool.record.nbytes
     return "rows" if rows < queries else "queries"
 
 

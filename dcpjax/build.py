@@ -1,6 +1,7 @@
 """From a checkpoint folder and a handful of sizes to a runner: every check that can fail does so before weights load."""
 
 import dataclasses
+import functools
 import numbers
 import pathlib
 from collections.abc import Callable
@@ -144,7 +145,7 @@ def resolve(cfg: ModelConfig, config: EngineConfig, form_of: FormOf = all_plain)
             shape, plan, config.block_size, seqs * length, nbytes, bytes_per_device(abstract(cfg, plan, dtype, form_of))
         )
     widths = cfg.kv_rank, cfg.rope_dim, cfg.indexer.head_dim
-    kernels = Kernels.chosen(config.kernels, plan.platform, dtype, *widths)
+    kernels = Kernels.chosen(config.kernels, plan.platform, dtype, *widths, shape.latent.packed is not None)
     return Resolved(
         net=Network(cfg, plan, AttentionOptions(backend=config.backend, debug=config.debug, kernels=kernels)),
         dtype=dtype,
@@ -167,9 +168,10 @@ def build_runner(
     `progress(done, total)` is called with bytes of weights while they load.
     """
     cfg = read_config(folder, overrides)
-    checkpoint = Checkpoint.open(folder, cfg)
-    ready = resolve(cfg, config, checkpoint.form)
-    return make_runner(ready, weights.place(checkpoint, cfg, ready.net.plan, ready.dtype, progress=progress))
+    # Opened when their sizes are asked for: whatever can be refused without weights comes first.
+    checkpoint = functools.cache(lambda: Checkpoint.open(folder, cfg))
+    ready = resolve(cfg, config, lambda *where: checkpoint().form(*where))
+    return make_runner(ready, weights.place(checkpoint(), cfg, ready.net.plan, ready.dtype, progress=progress))
 
 
 def make_runner(ready: Resolved, params: Params) -> Runner:
@@ -209,9 +211,7 @@ def _choose_dtype(name: str, plan: MeshPlan) -> Any:
 def _cache_kind(name: str, dtype: Any) -> str:
     if name == "auto":
         return jnp.dtype(dtype).name
-    if name in ("fp8", "fp8_e4m3"):
-        raise ConfigError(f"kv_cache_dtype {name!r} has sizes but no reader yet; use 'auto', 'bfloat16' or 'float32'")
-    return name
+    return "fp8" if name == "fp8_e4m3" else name
 
 
 def _count(name: str, asked: int | None, default: int) -> int:

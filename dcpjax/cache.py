@@ -17,43 +17,64 @@ from dcpjax import collectives
 from dcpjax.errors import ConfigError
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import MeshPlan
+from dcpjax.pallas_kernels.records import GROUP, has_record, pack_rows, packed_words, unpack_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What a pool stores for one token and layer: `width` elements of `dtype`, `nbytes` in all."""
+    """What a pool stores for one token and layer: `num_values` numbers as they are in `dtype`, or packed in words.
 
-    width: int
+    packed: None, or how many of the values, the first ones, are stored in 8 bits with a scale per 128; see
+    `pallas_kernels/records.py`.
+    """
+
+    num_values: int
     dtype: Any
-    nbytes: int
+    packed: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Elements of `dtype`."""
+        return self.num_values if self.packed is None else packed_words(self.packed, self.num_values - self.packed)
+
+    @property
+    def nbytes(self) -> int:
+        return self.width * jnp.dtype(self.dtype).itemsize
+
+    def pack(self, values: jax.Array) -> jax.Array:
+        """`[…, num_values]` → `[…, width]`."""
+        return values if self.packed is None else pack_rows(values, self.packed)
+
+    def unpack(self, stored: jax.Array) -> jax.Array:
+        """`[…, width]` → `[…, num_values]`, float32 if packed."""
+        return stored if self.packed is None else unpack_rows(stored, self.packed, self.num_values - self.packed)
 
 
 def latent_record(kv_rank: int, rope_dim: int, kind: str) -> Record:
     """Latent and rotated key. `fp8` is 1 byte a value, a float32 scale per 128 values and a bfloat16 rotated key."""
-    width = kv_rank + rope_dim
-    if kind == "fp8":
-        nbytes = kv_rank + 4 * -(-kv_rank // 128) + 2 * rope_dim
-        return Record(nbytes, jnp.uint8, nbytes)
-    return _plain(width, kind)
+    return _record(kv_rank, rope_dim, kind)
 
 
 def index_record(head_dim: int, kind: str) -> Record:
-    """Index key. `fp8` is 1 byte a value and one float32 scale."""
-    if kind == "fp8":
-        return Record(head_dim + 4, jnp.uint8, head_dim + 4)
-    return _plain(head_dim, kind)
+    """Index key. `fp8` is 1 byte a value and a float32 scale per 128 values."""
+    return _record(head_dim, 0, kind)
 
 
-def _plain(width: int, kind: str) -> Record:
-    kinds = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+def _record(value_width: int, rope: int, kind: str) -> Record:
+    kinds = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "fp8": jnp.uint32}
     if kind not in kinds:
         raise ConfigError(f"kv cache dtype {kind!r} is not known; use 'auto', 'bfloat16', 'float32' or 'fp8'")
-    return Record(width, kinds[kind], width * jnp.dtype(kinds[kind]).itemsize)
+    if kind == "fp8" and not has_record(value_width, rope):
+        raise ConfigError(
+            f"kv cache dtype 'fp8' packs whole words and groups of {GROUP} values; this model's rows have {value_width} "
+            f"values and a rotated key of {rope}: use 'bfloat16'"
+        )
+    return Record(value_width + rope, kinds[kind], value_width if kind == "fp8" else None)
 
 
 @struct.dataclass
 class Pool:
-    """Rows of several layers in pages: `data [layers, pages, page_tokens, width]`.
+    """Rows of several layers in pages: `data [layers, pages, page_tokens, width]`, each as its record says.
 
     Axis 2 is ordered rank-major (owner, then page row) and sharded over dcp iff `layout.shards > 1`.
     Raises `ConfigError` when the array's real sharding is another one.
@@ -61,12 +82,15 @@ class Pool:
 
     data: jax.Array
     layout: CacheLayout = struct.field(pytree_node=False)
+    record: Record = struct.field(pytree_node=False)
 
     def __post_init__(self):
         # A pytree passes through here with tracers and placeholders too; only real arrays have a sharding to check.
         if not isinstance(self.data, jax.Array) or isinstance(self.data, jax.core.Tracer):
             return
         shape = self.data.shape
+        if (shape[3], self.data.dtype) != (self.record.width, self.record.dtype):
+            raise ConfigError(f"a pool of {self.data.dtype} {shape} does not hold rows of {self.record}")
         if shape[1:3] != (self.layout.num_pages, self.layout.page_tokens):
             raise ConfigError(f"a pool of shape {shape} does not have the pages of {self.layout}")
         sharding = self.data.sharding
@@ -82,8 +106,8 @@ class Pool:
             )
 
     def write(self, layer: jax.Array | int, values: jax.Array, slots: jax.Array, plan: MeshPlan) -> "Pool":
-        """Writes `values [T, width]` to `slots [T]` of one layer, each on its owner; `nowhere` is dropped."""
-        layout = self.layout
+        """Writes `values [T, num_values]` to `slots [T]` of one layer, each on its owner; `nowhere` is dropped."""
+        layout, values = self.layout, self.record.pack(values)
 
         def body(data, values, slots):
             if len(slots) == 1:
@@ -100,12 +124,6 @@ class Pool:
         return self.replace(data=plan.per_device(body, (spec, whole, whole), spec)(self.data, values, slots))
 
 
-def check_readable(record: Record) -> None:
-    """Refuses records whose size is known but which nothing reads yet."""
-    if record.dtype == jnp.uint8:
-        raise ConfigError("kv cache dtype 'fp8' has sizes but no reader yet; use 'auto', 'bfloat16' or 'float32'")
-
-
 def pool_spec(layout: CacheLayout, plan: MeshPlan):
     """Partition of a pool's array."""
     return plan.spec(None, None, "page_rows" if layout.shards > 1 else None, None)
@@ -113,18 +131,16 @@ def pool_spec(layout: CacheLayout, plan: MeshPlan):
 
 def make_pool(num_layers: int, layout: CacheLayout, record: Record, plan: MeshPlan, fill: float = 0.0) -> Pool:
     """A new pool on the mesh. `fill` is for tests (NaN must change nothing). Raises `ConfigError`."""
-    check_readable(record)
-    return allocate(num_layers, layout, record, plan, fill)
-
-
-def allocate(num_layers: int, layout: CacheLayout, record: Record, plan: MeshPlan, fill: float = 0.0) -> Pool:
-    """`make_pool` for any record, readable or not: under `jax.eval_shape` it tells what a pool would take."""
     if layout.shards not in (1, plan.dcp):
         raise ConfigError(f"a pool has 1 shard or one per dcp rank ({plan.dcp}); {layout.shards} are not supported")
     shape = (num_layers, layout.num_pages, layout.page_tokens, record.width)
     sharding = jax.sharding.NamedSharding(plan.mesh, pool_spec(layout, plan))
-    data = jax.jit(lambda: jnp.full(shape, fill, record.dtype), out_shardings=sharding)()
-    return Pool(data, layout)
+
+    def full():
+        row = record.pack(jnp.full(record.num_values, fill, None if record.packed else record.dtype))
+        return jnp.broadcast_to(row, shape)
+
+    return Pool(jax.jit(full, out_shardings=sharding)(), layout, record)
 
 
 @struct.dataclass

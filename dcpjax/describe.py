@@ -39,10 +39,11 @@ def bytes_per_token(runner: Runner) -> float:
     """Bytes of one token on one rank, all pools, by the formula of `CacheShape`."""
     draft = runner.draft_cache
     layout = "sharded" if draft is None or draft.latent.layout.shards > 1 else "replicated"
+    latent = runner.cache.latent
     shape = capacity.cache_shape(
         runner.net.cfg,
         runner.net.plan,
-        runner.cache.latent.data.dtype.name,
+        latent.data.dtype.name if latent.record.packed is None else "fp8",
         runner.cache.index.layout.shards,
         layout,
     )

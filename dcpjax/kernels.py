@@ -48,17 +48,19 @@ class Kernels:
             raise ConfigError(f"kernels: invariant {self.invariant!r} must be true or false")
 
     @classmethod
-    def for_platform(cls, platform: str, dtype: Any, kv_rank: int, rope_dim: int, index_dim: int) -> "Kernels":
-        """What measured best: kernels on NVIDIA GPUs in bfloat16, for rows whose widths the kernel has.
+    def for_platform(
+        cls, platform: str, dtype: Any, kv_rank: int, rope_dim: int, index_dim: int, packed: bool = False
+    ) -> "Kernels":
+        """What measured best: kernels on NVIDIA GPUs in bfloat16, for rows whose widths the kernel has, or `packed` ones.
 
         Float32 is for checks, where XLA's full products are what others are checked against.
         """
         if platform not in ("gpu", "cuda") or dtype != jnp.bfloat16:
             return cls()
         return cls(
-            sparse_mla="triton" if has_widths(kv_rank, rope_dim) else "xla",
+            sparse_mla="triton" if has_widths(kv_rank, rope_dim, packed) else "xla",
             merge="triton",
-            indexer="triton" if has_width(index_dim) else "xla",
+            indexer="triton" if has_width(index_dim, packed) else "xla",
             topk="triton",
             # By tokens and widths, which differ from step to step: see `fitting` there.
             experts="triton",

@@ -23,7 +23,7 @@ class Trace:
     """Activations of S tokens, numpy float32. `mtp_*` are None unless a next token was given.
 
     logits `[S, V]`; hidden_states `[N+1, S, D]` (embeddings, then after each layer); final_hidden `[S, D]` (after the
-    final norm); latent `[N, S, W]` as cached; topk: full layer → `[S, K]` int32 positions, ascending, −1 past the end.
+    final norm); latent `[N, S, W]` as cached, 8-bit values times their scales; topk: full layer → `[S, K]` int32 positions, ascending, −1 past the end.
     mtp_logits `[S, V]`, mtp_hidden and mtp_hidden_prenorm `[S, D]`, mtp_topk `[S, K]`: row i joins hidden state i with
     token i + 1 (the last with the next token given).
     """
@@ -201,7 +201,8 @@ class Tracer:
 
     def _read_latent(self, pages: list[int], num_tokens: int) -> np.ndarray:
         page, column = self.runner.places(pages, np.arange(num_tokens))
-        return np.asarray(self.runner.cache.latent.data[:, page, column]).astype(np.float32)
+        pool = self.runner.cache.latent
+        return np.asarray(pool.record.unpack(pool.data[:, page, column])).astype(np.float32)
 
 
 def _padded(x: np.ndarray, size: int) -> np.ndarray:

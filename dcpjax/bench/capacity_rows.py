@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from dcpjax import build, capacity
-from dcpjax.cache import PagedCache, Pool, Record, allocate, pool_spec
+from dcpjax.cache import PagedCache, Pool, Record, make_pool, pool_spec
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import MeshPlan, make_plan
 from models.config import ModelConfig, from_hf
@@ -42,7 +42,7 @@ def _bytes(cfg: ModelConfig, shape: capacity.CacheShape, plan: MeshPlan, num_pag
 
 
 def _abstract(num_layers: int, layout: CacheLayout, record: Record, plan: MeshPlan) -> Pool:
-    return jax.eval_shape(functools.partial(allocate, num_layers, layout, record, plan))
+    return jax.eval_shape(functools.partial(make_pool, num_layers, layout, record, plan))
 
 
 def _pools(cache: PagedCache) -> tuple[Pool, Pool]:

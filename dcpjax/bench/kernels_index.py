@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from dcpjax.bench.chain import READ_CEILING, Case
-from dcpjax.pallas_kernels.indexer_scores import indexer_scores, pack_keys
+from dcpjax.pallas_kernels.indexer_scores import indexer_scores
+from dcpjax.pallas_kernels.records import pack_rows
 
 HEADS, DIM, PAGE = 32, 128, 64
 SHAPES = tuple((b, length) for b in (1, 16, 64) for length in (2**15, 2**17, 2**20))
@@ -61,4 +62,4 @@ def _inputs(requests: int, length: int, queries: int, fp8: bool) -> tuple[jax.Ar
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _keys(key, shape, fp8):
     keys = jax.random.normal(key, shape, jnp.bfloat16)  # fused with what follows, because it is large
-    return pack_keys(keys) if fp8 else keys
+    return pack_rows(keys, shape[-1]) if fp8 else keys

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dcpjax.bench.chain import READ_CEILING, Case
-from dcpjax.pallas_kernels.cache_write import pack_latent
+from dcpjax.pallas_kernels.records import pack_rows
 from dcpjax.pallas_kernels.sparse_mla import SparseMLAConfig, sparse_mla
 
 VALUE, ROPE, TOPK, LAYERS, ROWS = 512, 64, 2048, 78, 1 << 14
@@ -62,4 +62,4 @@ def _case(arm: str, kind: str, b: int, h: int, n: int, layers: int, num_rows: in
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _pool(layers, num_rows, kind):
     rows = jax.random.normal(jax.random.key(0), (layers, num_rows, VALUE + ROPE), jnp.bfloat16)
-    return pack_latent(rows, VALUE) if kind == "fp8" else rows
+    return pack_rows(rows, VALUE) if kind == "fp8" else rows

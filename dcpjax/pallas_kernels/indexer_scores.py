@@ -1,9 +1,6 @@
 """Scores of the DSA indexer over paged keys: `Σ_j w_j · relu(q_j · k)`. XLA reference, and the choice of the kernel.
 
 Source: DeepSeek-V3.2 sparse attention; GLM-5.2 folds both scale factors into the weights.
-
-An fp8 record is `dim / 4` words of 32 bits and the bits of a float32 scale: byte i of a word is of quarter i of the key,
-so that a kernel takes a record apart by shifts.
 """
 
 import math
@@ -12,10 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from dcpjax.pallas_kernels.indexer_scores_triton import IndexerConfig, scores_triton
+from dcpjax.pallas_kernels.records import unpack_rows
 
 _TILE_BYTES = 1 << 26
-
-_LARGEST = 448.0  # of float8_e4m3fn
 
 
 def indexer_scores(
@@ -34,7 +30,7 @@ def indexer_scores(
     """Scores `[T, P·G]` float32 of `q [T, heads, dim]` with `weight [T, heads]` float32 against a request's keys.
 
     `pool [layers, pages, G, dim]` is this rank's shard, `pages [B, P]` the block tables, `row_of [T]` each token's row
-    of them. Column `p·G + g` is row g of the request's p-th page. A pool of uint32 holds records of `pack_keys`.
+    of them. Column `p·G + g` is row g of the request's p-th page. A pool of uint32 holds packed records.
 
     `visible` is `(first, end [T])`, int32 columns: token t sees `first ≤ column < end[t]` and gets −inf elsewhere; pages
     past all of them are not read. Without it nothing is masked: keys beyond a request's length give garbage, possibly
@@ -55,25 +51,6 @@ def indexer_scores(
     return jnp.where((column >= first) & (column < end[:, None]), score, -jnp.inf)
 
 
-def pack_keys(keys: jax.Array) -> jax.Array:
-    """Keys `[…, dim]` → records `[…, dim / 4 + 1]` uint32. The scale is a power of two: packing again loses nothing."""
-    largest = jnp.max(jnp.abs(keys.astype(jnp.float32)), axis=-1, keepdims=True)
-    mantissa, exponent = jnp.frexp(largest / _LARGEST)
-    exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
-    scale = jnp.where(largest > 0, jnp.ldexp(jnp.float32(1), exponent), 1.0)
-    parts = (keys.astype(jnp.float32) / scale).astype(jnp.float8_e4m3fn)
-    quarters = jnp.moveaxis(parts.reshape(*parts.shape[:-1], 4, -1), -2, -1)
-    words = [jax.lax.bitcast_convert_type(x, jnp.uint32) for x in (quarters, scale)]
-    return jnp.concatenate(words, axis=-1)
-
-
-def unpack_keys(records: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Keys `[…, dim]` in `dtype`, not scaled, and scales `[…]` float32 of records `[…, dim / 4 + 1]`."""
-    quarters = jax.lax.bitcast_convert_type(records[..., :-1], jnp.float8_e4m3fn)
-    keys = jnp.moveaxis(quarters, -1, -2).reshape(*records.shape[:-1], -1)
-    return keys.astype(dtype), jax.lax.bitcast_convert_type(records[..., -1], jnp.float32)
-
-
 def _scores_xla(q, weight, pool, layer, pages, row_of):
     tokens = q.shape[0]
     key_bytes = pages.shape[1] * pool.shape[2] * pool.shape[3] * pool.dtype.itemsize
@@ -82,14 +59,12 @@ def _scores_xla(q, weight, pool, layer, pages, row_of):
 
     def some(q, weight, row_of):
         keys = pool[layer, pages[row_of]]
-        scale = None
         if pool.dtype == jnp.uint32:
-            keys, scale = unpack_keys(keys, q.dtype)
+            keys = unpack_rows(keys, q.shape[2])
         keys = keys.astype(q.dtype).reshape(keys.shape[0], -1, keys.shape[-1])
         highest = jax.lax.Precision.HIGHEST
         dot = jnp.einsum("thd,tkd->thk", q, keys, precision=highest, preferred_element_type=jnp.float32)
-        score = jnp.einsum("thk,th->tk", jax.nn.relu(dot), weight, precision=highest)
-        return score if scale is None else score * scale.reshape(score.shape)
+        return jnp.einsum("thk,th->tk", jax.nn.relu(dot), weight, precision=highest)
 
     if tile == tokens:
         return some(q, weight, row_of)

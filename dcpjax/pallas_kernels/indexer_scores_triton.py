@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from dcpjax.pallas_kernels.records import GROUP
+
 MOST_QUERIES = 8
 
 
@@ -49,15 +51,17 @@ def scores_triton(
     """`indexer_scores` on the Triton backend; see there."""
     tokens, heads, dim = q.shape
     fp8 = pool.dtype == jnp.uint32
-    if not has_width(dim):
+    if not has_width(dim, fp8):
         raise NotImplementedError(
-            f"index keys of {dim} values: the kernel takes powers of two from 16; use backend xla"
+            f"index keys of {dim} values: the kernel takes powers of two from 16, packed ones of 64 and 128; use backend xla"
         )
     columns = pages.shape[1] * pool.shape[2]
     if queries is None:
         queries = min(max(tokens // pages.shape[0], 1), MOST_QUERIES)
     if config is None:
         config = IndexerConfig.choose(queries, -(-tokens // queries), columns, fp8)
+    # A tile of several tokens needs as many places to store to.
+    queries = min(queries, tokens) if columns >= config.block else 1
     # The tensor cores want at least 16 columns; a surplus head weighs nothing.
     surplus = max(16, pl.next_power_of_2(heads)) - heads
     if surplus:
@@ -85,9 +89,9 @@ def scores_triton(
     )(*args)
 
 
-def has_width(dim: int) -> bool:
-    """Whether the kernel serves keys of `dim` values."""
-    return dim >= 16 and not dim & (dim - 1)
+def has_width(dim: int, packed: bool = False) -> bool:
+    """Whether the kernel serves keys of `dim` values. Of a packed one it takes quarters, and one scale."""
+    return dim >= 16 and not dim & (dim - 1) and (not packed or 64 <= dim <= GROUP)
 
 
 def _pieces(queries: int) -> list[range]:
@@ -126,6 +130,19 @@ def _kernel(
     def put(j, column, value, mine):
         plt.store(out_ref.at[at[j], pl.ds(column, block)], value, mask=(column + lane < columns) & mine & real[j])
 
+    def put_piece(piece, column, score, row):
+        """Scores `[block, n]` of n tokens in one store: to take columns out one by one costs more than the products."""
+        token = start + piece[0] + jnp.arange(len(piece), dtype=jnp.int32)
+        place = column + lane
+        real = (token < tokens)[None, :] & (place < columns)[:, None]
+        # What is not stored has a place of its own too: the interpreter writes back what was there.
+        token = jnp.where(token < tokens, token, token - tokens)
+        place = jnp.where(place < columns, place, place - columns)
+        mine = (row_ref[token] == row)[None, :]
+        seen = (place >= first)[:, None] & (place[:, None] < end_ref[token][None, :])
+        token, place = (jnp.broadcast_to(x, score.shape) for x in (token[None, :], place[:, None]))
+        plt.store(out_ref.at[token, place], jnp.where(seen, score, -jnp.inf), mask=real & mine)
+
     def keys(row, column):
         """A tile of keys `[block, dim]` and its scales `[block]` or None."""
         if group % block == 0:
@@ -159,26 +176,19 @@ def _kernel(
         def tile(i, _):
             column = base + i * block
             parts, scale = keys(row, column)
-            place = column + lane
             for piece, qs, w in pieces:
                 dot = plt.dot(parts[0], qs[0], trans_b=True, precision=exact)
                 for part, q in zip(parts[1:], qs[1:], strict=True):
                     dot += plt.dot(part, q, trans_b=True, precision=exact)
                 score = jnp.maximum(dot, 0.0) * w[None, :]
-                if len(piece) == 1:
-                    score = jnp.sum(score, axis=1)
-                else:
+                if len(piece) > 1:
                     score = jnp.sum(score.reshape(block, len(piece), heads), axis=2)
-                for j in piece:
-                    mine_alone = score
-                    if len(piece) > 1:
-                        # One column of a few; there is no other way to take it out.
-                        one = jnp.arange(len(piece), dtype=jnp.int32)[None, :] == j - piece[0]
-                        mine_alone = jnp.sum(jnp.where(one, score, 0.0), axis=1)
-                    if scale is not None:
-                        mine_alone = mine_alone * scale
-                    seen = (place >= first) & (place < ends[j])
-                    put(j, column, jnp.where(seen, mine_alone, -jnp.inf), mine[j])
+                    put_piece(piece, column, score if scale is None else score * scale[:, None], row)
+                    continue
+                score = jnp.sum(score, axis=1)
+                score = score if scale is None else score * scale
+                seen = (column + lane >= first) & (column + lane < ends[piece[0]])
+                put(piece[0], column, jnp.where(seen, score, -jnp.inf), mine[piece[0]])
             return ()
 
         def blank(i, _):

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dcpjax.pallas_kernels.cache_write import unpack_latent
+from dcpjax.pallas_kernels.records import unpack_rows
 from dcpjax.pallas_kernels.sparse_mla_triton import SparseMLAConfig, sparse_mla_triton
 
 # Bytes of gathered rows held at once; more tokens are taken tile by tile.
@@ -34,7 +34,7 @@ def sparse_mla(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of `q [T, H, W]` over the first `count [T]` entries of `rows [T, K]` in `pool [layers, rows, W]`.
 
-    `pool` may also be `[layers, rows, words]` uint32, records of `cache_write.pack_latent`.
+    `pool` may also be `[layers, rows, words]` uint32, records of `records.pack_rows`.
     Returns `out [T, H, value_width]` in out_dtype and the natural-log LSE `[T, H]` float32. A token with count 0 gives
     exactly 0 and −inf. Entries of `rows` past the count may hold anything; what lies in the pool there is not read.
 
@@ -77,7 +77,7 @@ def _attend(q, pool, layer, rows, count, value_width, scale):
     valid = jnp.arange(rows.shape[1])[None, :] < count[:, None]
     keys = pool[layer, jnp.where(valid, rows, 0)]
     if pool.dtype == jnp.uint32:
-        keys = unpack_latent(keys, value_width, q.shape[2] - value_width)
+        keys = unpack_rows(keys, value_width, q.shape[2] - value_width)
     keys = keys.astype(q.dtype)
     # Rows that are not selected may hold anything, NaN included.
     keys = jnp.where(valid[..., None], keys, 0)

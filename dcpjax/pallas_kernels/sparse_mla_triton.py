@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from dcpjax.pallas_kernels.cache_write import GROUP, packed_words, scale_groups
 from dcpjax.pallas_kernels.lse_merge_triton import MergeConfig, merge_splits
+from dcpjax.pallas_kernels.records import GROUP, packed_words, scale_groups
 
 _LOG2_E = 1.0 / math.log(2.0)
 # Lower than any score; not −inf, whose difference with itself is NaN.
@@ -93,7 +93,7 @@ class _Plain:
 
 @dataclasses.dataclass(frozen=True)
 class _Packed:
-    """Records of `cache_write.pack_latent`: a word's bytes belong to the four quarters of the latent."""
+    """Records of `records.pack_rows`: a word's bytes belong to the four quarters of the latent."""
 
     value: int
     rope: int
@@ -245,9 +245,13 @@ def sparse_mla_triton(
     return merge_splits(out, lse, out_dtype=out_dtype, config=merge)
 
 
-def has_widths(value_width: int, rope: int) -> bool:
-    """Whether the kernel has rows of this latent and rotated key: powers of two, as blocks in Triton are, from 16 on."""
-    return all(width >= 16 and width & (width - 1) == 0 for width in (value_width, rope))
+def has_widths(value_width: int, rope: int, packed: bool = False) -> bool:
+    """Whether the kernel has rows of this latent and rotated key: powers of two, as blocks in Triton are, from 16 on.
+
+    Of packed ones it takes quarters and halves, each with one scale.
+    """
+    powers = all(width >= 16 and width & (width - 1) == 0 for width in (value_width, rope))
+    return powers and (not packed or (64 <= value_width <= 4 * GROUP and rope >= 32))
 
 
 def _record(q: jax.Array, pool: jax.Array, value_width: int, interpret: bool) -> _Plain | _Packed:
@@ -259,7 +263,7 @@ def _record(q: jax.Array, pool: jax.Array, value_width: int, interpret: bool) ->
             f"got {value_width} and {rope}: use backend 'xla'"
         )
     if pool.dtype == jnp.uint32 and q.dtype == jnp.bfloat16 and pool.shape[2] == packed_words(value_width, rope):
-        if not 64 <= value_width <= 4 * GROUP or rope < 32:
+        if not has_widths(value_width, rope, packed=True):
             raise NotImplementedError(
                 f"sparse MLA in Triton takes packed records of 64 to {4 * GROUP} latent values and a rotated key of 32 "
                 f"or more, got {value_width} and {rope}: use backend 'xla'"

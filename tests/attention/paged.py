@@ -12,7 +12,7 @@ import pytest
 
 from dcpjax.attention import AttentionOptions, Selection, attend, select
 from dcpjax.batch import ForwardBatch
-from dcpjax.cache import Pool, pool_spec
+from dcpjax.cache import Pool, Record, pool_spec
 from dcpjax.kernels import Kernels
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import MeshPlan, make_plan
@@ -51,17 +51,19 @@ def columns(layout: CacheLayout) -> np.ndarray:
     return np.argsort(order)
 
 
-def pool_of(rows: np.ndarray, layout: CacheLayout, plan: MeshPlan) -> Pool:
-    """A pool holding `rows [layers, slots, width]`, dealt out to the ranks."""
+def pool_of(rows: np.ndarray, layout: CacheLayout, plan: MeshPlan, record: Record | None = None) -> Pool:
+    """A pool holding `rows [layers, slots, width]`, dealt out to the ranks; as they are, if no record says otherwise."""
+    record = Record(rows.shape[-1], rows.dtype) if record is None else record
+    rows = np.asarray(record.pack(rows))
     paged = rows.reshape(rows.shape[0], layout.num_pages, layout.page_tokens, -1)
     data = np.empty_like(paged)
     data[:, :, columns(layout)] = paged
-    return Pool(jax.device_put(data, jax.NamedSharding(plan.mesh, pool_spec(layout, plan))), layout)
+    return Pool(jax.device_put(data, jax.NamedSharding(plan.mesh, pool_spec(layout, plan))), layout, record)
 
 
 def rows_of(pool: Pool) -> np.ndarray:
     """The inverse: `[layers, slots, width]`."""
-    data = np.asarray(pool.data)[:, :, columns(pool.layout)]
+    data = np.asarray(pool.record.unpack(pool.data))[:, :, columns(pool.layout)]
     return data.reshape(data.shape[0], -1, data.shape[-1])
 
 

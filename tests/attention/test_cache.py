@@ -41,7 +41,7 @@ from tests.attention.paged import (
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 WIDTH = 3
-RECORD = Record(WIDTH, jnp.float32, 4 * WIDTH)
+RECORD = Record(WIDTH, jnp.float32)
 write = jax.jit(lambda pool, layer, values, slots, plan: pool.write(layer, values, slots, plan), static_argnames="plan")
 
 
@@ -123,21 +123,23 @@ def test_pool_with_another_sharding_than_its_layout_is_refused():
     zeros = np.zeros((1, 4, PAGE, WIDTH), np.float32)
     cut = jax.device_put(zeros, jax.NamedSharding(plan.mesh, pool_spec(sharded, plan)))
     whole = jax.device_put(zeros, jax.NamedSharding(plan.mesh, pool_spec(alone, plan)))
-    Pool(cut, sharded)
-    Pool(whole, alone)
+    Pool(cut, sharded, RECORD)
+    Pool(whole, alone, RECORD)
     with pytest.raises(
         ConfigError, match="cut into 4 shards but its layout says 1: every rank would read its shard as"
     ):
-        Pool(cut, alone)
+        Pool(cut, alone, RECORD)
     with pytest.raises(ConfigError, match="cut into 1 shards but its layout says 4"):
-        Pool(whole, sharded)
+        Pool(whole, sharded, RECORD)
     with pytest.raises(ConfigError, match="does not have the pages of"):
-        Pool(cut, dataclasses.replace(sharded, num_pages=5))
+        Pool(cut, dataclasses.replace(sharded, num_pages=5), RECORD)
+    with pytest.raises(ConfigError, match="does not hold rows of"):
+        Pool(cut, sharded, latent_record(16, 8, "fp8"))
     # Also when a compiled step returns it laid out otherwise, and when a cache is built of such pools.
     with pytest.raises(ConfigError, match="cut into 1 shards"):
-        jax.jit(lambda pool: pool, out_shardings=plan.sharding())(Pool(cut, sharded))
+        jax.jit(lambda pool: pool, out_shardings=plan.sharding())(Pool(cut, sharded, RECORD))
     with pytest.raises(ConfigError, match="cut into 4 shards"):
-        PagedCache(Pool(cut, sharded).replace(layout=alone), Pool(whole, alone), first_slot=1)
+        PagedCache(Pool(cut, sharded, RECORD).replace(layout=alone), Pool(whole, alone, RECORD), first_slot=1)
 
 
 @pytest.mark.parametrize("shard_count", [2, 3, 8])
@@ -219,11 +221,11 @@ def test_br_20_record_sizes(kind, latent, index):
     assert index_record(128, kind).nbytes == index
 
 
-def test_unknown_and_unreadable_kinds_are_refused():
+def test_unknown_kinds_and_widths_without_a_record_are_refused():
     with pytest.raises(ConfigError, match="'int4' is not known; use 'auto'"):
         latent_record(512, 64, "int4")
-    with pytest.raises(ConfigError, match="no reader yet; use 'auto'"):
-        make_pool(1, CacheLayout(2, 8), latent_record(8, 4, "fp8"), make_plan(1, 1))
+    with pytest.raises(ConfigError, match="192 values and a rotated key of 64: use 'bfloat16'"):
+        latent_record(192, 64, "fp8")
 
 
 def real_shape(data, dcp, **more):
@@ -258,7 +260,7 @@ def test_inv_20_replicated_index_costs_what_was_reported(data):
 def test_br_20_capacity_follows_the_record(data, latent, want):
     """Half a gibibyte over all devices, in pages of 64 tokens."""
     shape, plan = real_shape(data, 1), make_plan(1, 1)
-    shape = dataclasses.replace(shape, latent=dataclasses.replace(shape.latent, nbytes=latent))
+    shape = dataclasses.replace(shape, latent=Record(latent // 2, jnp.bfloat16))
     assert shape.bytes_per_token() == want
     assert capacity.num_pages(shape, plan, 64, 10**9, 1 << 29, taken=0) == (1 << 29) // (64 * want)
     assert capacity.num_pages(shape, plan, 64, 640, 1 << 29, taken=0) == 11
@@ -321,7 +323,7 @@ def test_inv_36_br_10_only_the_named_pages_are_zeroed(tp, dcp, sharded):
 
 def test_zeroing_happens_in_place_and_moves_nothing():
     plan, layout = make_plan(4, 4), CacheLayout(8, 16, 4)
-    cache = PagedCache(make_pool(3, layout, RECORD, plan), make_pool(2, layout, Record(2, jnp.float32, 8), plan))
+    cache = PagedCache(make_pool(3, layout, RECORD, plan), make_pool(2, layout, Record(2, jnp.float32), plan))
     for count in (1, 4):
         compiled = zero.lower((cache, None), np.zeros(count, np.int32)).compile()
         share = sum(x.nbytes for x in jax.tree.leaves(cache)) // 4

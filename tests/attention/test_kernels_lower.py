@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from dcpjax.attention import AttentionOptions, Selection, attend
 from dcpjax.batch import ForwardBatch
-from dcpjax.cache import Pool
+from dcpjax.cache import Pool, Record
 from dcpjax.kernels import Kernels
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import ALL, MeshPlan
@@ -48,7 +48,7 @@ def test_attention_lowers_for_h200s(dcp, backend, movement, tokens):
         attend, layer=3, value_width=VALUE, scale=0.1, plan=plan,
         options=AttentionOptions(backend, movement, kernels=KERNELS),
     )  # fmt: skip
-    pool = Pool(shape((4, PAGES, PAGE, VALUE + ROPE), jnp.bfloat16), layout)
+    pool = Pool(shape((4, PAGES, PAGE, VALUE + ROPE), jnp.bfloat16), layout, Record(VALUE + ROPE, jnp.bfloat16))
     q = shape((tokens, HEADS, VALUE + ROPE), jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(plan.mesh):
         traced = jax.jit(lambda q, pool, selection, batch: call(q, pool, selection=selection, batch=batch)).trace(

@@ -120,7 +120,7 @@ def test_br_11_row_lengths_come_from_global_lengths():
 def test_br_25_latent_and_index_rows_lie_at_the_same_place(interleave):
     plan = make_plan(4, 4)
     layout = CacheLayout(9, 8, 4, interleave)
-    latent, index = (make_pool(1, layout, Record(width, jnp.float32, 4 * width), plan) for width in (3, 2))
+    latent, index = (make_pool(1, layout, Record(width, jnp.float32), plan) for width in (3, 2))
     rng = np.random.default_rng(interleave)
     table = rng.permutation(np.arange(1, 9))[:3]
     tokens = np.arange(1, 23)

@@ -1,5 +1,6 @@
 """Merging partial outputs by LSE: equal to one softmax, whatever a rank without keys reports."""
 
+import dataclasses
 import functools
 
 import jax
@@ -228,7 +229,10 @@ def test_inv_11_bfloat16_attention(backend):
     world.latent = np.asarray(jnp.asarray(world.latent, jnp.bfloat16), np.float32)
     queries = Queries.make([(b, b) for b in range(8)], 8)
     queries.q = np.asarray(jnp.asarray(queries.q, jnp.bfloat16))
-    pools = [pool.replace(data=pool.data.astype(jnp.bfloat16)) for pool in world.pools(geometry)]
+    pools = [
+        pool.replace(data=pool.data.astype(jnp.bfloat16), record=dataclasses.replace(pool.record, dtype=jnp.bfloat16))
+        for pool in world.pools(geometry)
+    ]
     _, chosen, out = run(world, pools, queries, geometry, options=AttentionOptions(backend, "queries"))
     assert out.dtype == jnp.bfloat16
     want = oracle_output(world, queries, slots_of(chosen))

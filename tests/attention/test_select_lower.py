@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from dcpjax.attention import select
 from dcpjax.batch import ForwardBatch
-from dcpjax.cache import Pool
+from dcpjax.cache import Pool, Record
 from dcpjax.kernels import Kernels
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import ALL, MeshPlan
@@ -36,8 +36,8 @@ def test_selection_lowers_for_h200s(dcp, rows, tokens):
     batch = ForwardBatch(**{name: shape((tokens,), jnp.int32) for name in ("tokens", "positions", "slots")},
         write_slots=shape((tokens,), jnp.int32), row_of=shape((tokens,), jnp.int32), pages=shape((rows, TABLE), jnp.int32),
     )  # fmt: skip
-    index = Pool(shape((2, PAGES, PAGE, DIM), jnp.bfloat16), layout)
-    latent = Pool(shape((4, PAGES, PAGE, 576), jnp.bfloat16), layout)
+    index = Pool(shape((2, PAGES, PAGE, DIM), jnp.bfloat16), layout, Record(DIM, jnp.bfloat16))
+    latent = Pool(shape((4, PAGES, PAGE, 576), jnp.bfloat16), layout, Record(576, jnp.bfloat16))
     q, weight = shape((tokens, HEADS, DIM), jnp.bfloat16), shape((tokens, HEADS), jnp.float32)
     kernels = Kernels.for_platform("cuda", jnp.bfloat16, 512, 64, DIM)
     call = functools.partial(select, topk=TOPK, first_slot=1, plan=plan, kernels=kernels)

@@ -66,7 +66,7 @@ def sharded_params(cfg: ModelConfig, tp: int, dcp: int) -> Params:
 
 def cache(cfg: ModelConfig, geometry: Geometry, draft: bool = False, fill: float = 0.0) -> PagedCache:
     """Pools of the target, or of the draft."""
-    latent, index = (Record(w, jnp.float32, 4 * w) for w in (cfg.latent_width, cfg.indexer.head_dim))
+    latent, index = (Record(w, jnp.float32) for w in (cfg.latent_width, cfg.indexer.head_dim))
     sizes = (1, 1) if draft else (cfg.num_layers, cfg.num_full_layers)
     return PagedCache(
         make_pool(sizes[0], geometry.latent, latent, geometry.plan, fill),

@@ -129,7 +129,7 @@ def test_scans_are_those_of_the_step(monkeypatch, quick_compile):
 
 
 def test_the_same_rows_in_the_same_slots():
-    plan, record = make_plan(4, 4), Record(3, np.float32, 12)
+    plan, record = make_plan(4, 4), Record(3, np.float32)
     got = []
     for shards in (1, 4):
         layout = CacheLayout(5, 16, shards)

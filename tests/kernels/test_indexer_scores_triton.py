@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.pallas_kernels.indexer_scores import indexer_scores, pack_keys, unpack_keys
+from dcpjax.pallas_kernels.indexer_scores import indexer_scores
 from dcpjax.pallas_kernels.indexer_scores_triton import IndexerConfig
+from dcpjax.pallas_kernels.records import pack_rows, unpack_rows
 from tests.kernels.base import BACKENDS, fresh, lower_for_h200, same_bits
 
 TABLE_PAGES, REQUESTS, FIRST = 5, 3, 2
@@ -45,14 +46,13 @@ def make(storage, group, heads, dim, rows):
             pool[1, table[row, page], :used] = rng.normal(size=(used, dim))
     q, weight = rng.normal(size=(tokens, heads, dim)), rng.normal(size=(tokens, heads))
     dtype = jnp.float32 if storage == "float32" else jnp.bfloat16
-    pool = pack_keys(jnp.asarray(pool)) if storage == "fp8" else jnp.asarray(pool, dtype)
+    pool = pack_rows(jnp.asarray(pool), dim) if storage == "fp8" else jnp.asarray(pool, dtype)
     return jnp.asarray(q, dtype), jnp.asarray(weight, jnp.float32), pool, jnp.asarray(table), row_of, end
 
 
 def oracle(q, weight, pool, table, row_of, end):
     if pool.dtype == jnp.uint32:
-        keys, scale = unpack_keys(pool, jnp.float32)
-        pool = keys * scale[..., None]
+        pool = unpack_rows(pool, q.shape[-1])
     q, weight, pool = (np.asarray(x, np.float64) for x in (q, weight, pool))
     keys = pool[1, np.asarray(table)[row_of]].reshape(len(q), -1, q.shape[-1])
     score = np.einsum("thk,th->tk", np.maximum(np.einsum("thd,tkd->thk", q, keys), 0), weight)
@@ -106,21 +106,6 @@ def test_reference_has_the_range_and_the_records():
         np.testing.assert_allclose(got, oracle(*args), atol=2e-4)
 
 
-def test_records_keep_the_keys():
-    """To 1/16 of each value, in units of the scale; packing again loses nothing more."""
-    rng = fresh("records")
-    keys = (rng.normal(size=(50, 32)) * 10.0 ** rng.integers(-6, 6, (50, 1))).astype(np.float32)
-    keys[0] = 0
-    records = pack_keys(jnp.asarray(keys))
-    assert records.shape == (50, 9) and records.dtype == jnp.uint32
-    values, scale = unpack_keys(records, jnp.float32)
-    back = np.asarray(values * scale[:, None])
-    np.testing.assert_allclose(back, keys, rtol=1 / 16, atol=1e-2 * np.asarray(scale).min())
-    assert (np.log2(np.asarray(scale)) % 1 == 0).all() and np.abs(values).max() <= 448
-    again, scale = unpack_keys(pack_keys(jnp.asarray(back)), jnp.float32)
-    np.testing.assert_array_equal(again * scale[:, None], back)
-
-
 @pytest.mark.parametrize("storage", ["bfloat16", "float32", "fp8"])
 @pytest.mark.parametrize("tokens, rows, group", [(1, 1, 64), (64, 16, 64), (96, 16, 16), (512, 1, 32)])
 def test_lowers_for_h200(tokens, rows, group, storage):
@@ -140,4 +125,7 @@ def test_lowers_for_h200(tokens, rows, group, storage):
 def test_other_widths_are_refused():
     q, weight, pool, table, row_of, _ = make("float32", 4, 3, 24, "uniform")
     with pytest.raises(NotImplementedError, match="24 values"):
+        indexer_scores(q, weight, pool, 1, table, row_of, backend="triton")
+    q, weight, pool, table, row_of, _ = make("fp8", 4, 3, 32, "uniform")
+    with pytest.raises(NotImplementedError, match="32 values.* packed ones of 64 and 128"):
         indexer_scores(q, weight, pool, 1, table, row_of, backend="triton")

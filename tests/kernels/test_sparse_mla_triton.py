@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.pallas_kernels.cache_write import pack_latent, packed_words, unpack_latent
+from dcpjax.pallas_kernels.records import pack_rows, packed_words, unpack_rows
 from dcpjax.pallas_kernels.sparse_mla import SparseMLAConfig, sparse_mla
 from tests.kernels.base import BACKENDS, fresh, lower_for_h200, poisoned, same_bits
 
@@ -29,8 +29,8 @@ class Case:
         dtype = KINDS[kind]
         good, bad = np.arange(1, rows, 2), np.arange(0, rows, 2)
         latent = jnp.asarray(poisoned(rng, 2 * rows, value + rope, rows + good), dtype).reshape(2, rows, -1)
-        self.pool = pack_latent(latent, value) if kind == "packed" else latent
-        self.values = unpack_latent(self.pool, value, rope) if kind == "packed" else latent
+        self.pool = pack_rows(latent, value) if kind == "packed" else latent
+        self.values = unpack_rows(self.pool, value, rope) if kind == "packed" else latent
         self.q = jnp.asarray(rng.normal(size=(tokens, heads, value + rope)), dtype)
         self.count = rng.integers(0, width + 1, tokens).astype(np.int32)
         self.count[: min(tokens, 4)] = [0, 1, width, 17][: min(tokens, 4)]
@@ -203,7 +203,7 @@ def test_lowers_for_an_h200(kind, tokens, heads, value, rope):
 def test_shapes_that_are_not_here(value, rope, dtype, records, what):
     pool = jnp.zeros((1, 8, value + rope), dtype)
     if records is not None:
-        pool = pack_latent(pool, value)
+        pool = pack_rows(pool, value)
     q = jnp.zeros((1, 4, value + rope), dtype)
     with pytest.raises(NotImplementedError, match=what):
         sparse_mla(
