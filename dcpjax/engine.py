@@ -17,7 +17,7 @@ from dcpjax.host.hits import PrefixStats
 from dcpjax.host.keys import Hash, sha256
 from dcpjax.host.plan import StepPlan, StepResult
 from dcpjax.host.prefix import PrefixCache
-from dcpjax.host.request import FinishReason, Request, SamplingParams, Text, Times, TokenLogprobs
+from dcpjax.host.request import FinishReason, Grammar, Request, SamplingParams, Text, Times, TokenLogprobs
 from dcpjax.host.speculation import Acceptance, AdaptiveDrafts, acceptance
 from dcpjax.scheduler import Scheduler
 
@@ -155,13 +155,14 @@ class EngineCore:
         text: Text | None = None,
         cache_salt: str | None = None,
         no_store: bool = False,
+        grammar: Grammar | None = None,
     ) -> Request:
         """Queues one choice of a prompt of token ids. Raises `RequestError` if it can never run.
 
         request_id: must not be that of a live request; None makes one. choice: 0 … n − 1. The caller adds the choices
         of one prompt one after the other, from 0 on: those of a prompt without a seed then share the one drawn for it.
         text: is shown every token of the text, and may end it at a stop string. cache_salt: pages are shared only with
-        requests of the same one. no_store: its pages are not offered to others.
+        requests of the same one. no_store: its pages are not for others. grammar: of this choice alone.
         """
         prompt = [int(token) for token in prompt]
         if not 0 <= choice < params.n:
@@ -185,6 +186,7 @@ class EngineCore:
             text=text,
             cache_salt=cache_salt,
             no_store=no_store,
+            grammar=grammar,
             metrics=Times(arrival=self._clock()),
         )
         self._runner.check(request)
@@ -324,6 +326,8 @@ class EngineCore:
                 kept.append(accepted - 1)
                 request.verified_drafts += verified[-1]
             request.drafted = plan.num_drafts
+            if result.drafts is not None:
+                request.drafts = tuple(result.drafts[i].tolist())
             for j in range(accepted):
                 self._append(request, result, i, j)
                 if request.status == "finished":
@@ -344,6 +348,8 @@ class EngineCore:
         token, params = int(result.tokens[i, j]), request.params
         request.output.append(token)
         self._generated_tokens += 1
+        if request.grammar is not None:
+            request.grammar.accept(token)
         if params.logprobs is not None:
             request.logprobs.append(_token_logprobs(result, i, j, params.logprobs))
         # The device samples no end before min_tokens; one that comes all the same is a token like others.

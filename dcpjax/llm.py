@@ -14,7 +14,7 @@ from dcpjax import build, hub
 from dcpjax.describe import describe
 from dcpjax.engine import EngineCore
 from dcpjax.errors import CacheFullError, ConfigError, RequestError
-from dcpjax.host.request import Request, SamplingParams, Times, TokenLogprobs
+from dcpjax.host.request import Grammar, Request, SamplingParams, Times, TokenLogprobs
 from dcpjax.host.speculation import AcceptanceAlarm, AdaptiveDrafts
 from dcpjax.interrupts import interrupts_held
 from dcpjax.progress import loading
@@ -197,6 +197,7 @@ class LLM:
         choice: int = 0,
         cache_salt: str | None = None,
         no_store: bool = False,
+        grammar: Grammar | None = None,
     ) -> Request:
         """Queues one choice of a prompt of token ids, with its text; see `EngineCore.add`. Raises `RequestError`."""
         text = None
@@ -204,8 +205,8 @@ class LLM:
             text = TextStream(self.tokenizer, params, prompt[-4:])
         elif params.stop:
             raise RequestError("stop: this model has no tokenizer, so stop strings cannot be found; use stop_token_ids")
-        cache = {"cache_salt": cache_salt, "no_store": no_store}
-        return self.engine.add(prompt, params, request_id=request_id, choice=choice, text=text, **cache)
+        more = {"cache_salt": cache_salt, "no_store": no_store, "grammar": grammar}
+        return self.engine.add(prompt, params, request_id=request_id, choice=choice, text=text, **more)
 
     def generate(
         self,

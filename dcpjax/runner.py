@@ -100,17 +100,20 @@ class Pending:
 
     output: StepOutput
     scores: tuple[jax.Array, ...] | None
+    shows_drafts: bool = False
 
     def fetch(self) -> StepResult:
         tokens, accepted = np.asarray(self.output.tokens), np.asarray(self.output.accepted)
+        drafts = np.asarray(self.output.drafts) if self.shows_drafts else None
         if self.scores is None:
-            return StepResult(tokens, accepted)
+            return StepResult(tokens, accepted, drafts=drafts)
         chosen, values, ids, rank = (np.asarray(x) for x in self.scores)
         form = (*tokens.shape, -1)
         return StepResult(
             tokens,
             accepted,
             RowLogprobs(chosen.reshape(form[:2]), ids.reshape(form), values.reshape(form), rank.reshape(form[:2])),
+            drafts,
         )
 
 
@@ -154,6 +157,8 @@ class Runner:
             donate_argnames=("cache", "draft_cache", "state"),
             out_shardings=(*pools, whole, whole),
         )
+        self._whole = whole
+        self._all_allowed: dict[tuple[int, int], jax.Array] = {}  # by rows and places of a step
         self._zero_pages = (
             jax.jit(zero_pages, donate_argnames=("caches",), out_shardings=pools) if zero_new_pages else None
         )
@@ -199,6 +204,7 @@ class Runner:
             ("prompt", request.prompt),
             ("stop_token_ids", request.params.stop_token_ids),
             ("logit_bias", request.params.logit_bias or ()),
+            ("allowed_token_ids", request.params.allowed_token_ids or ()),
         ):
             bad = [i for i in given if not 0 <= i < size]
             if bad:
@@ -209,6 +215,8 @@ class Runner:
                 f"min_tokens: got {request.params.min_tokens}, but at most {room} tokens can follow this prompt within "
                 f"max_tokens and max_model_len {self.max_model_len}"
             )
+        if request.grammar is not None and self.spec is not None and self.spec.pin is not None:
+            raise RequestError("structured_outputs: not possible while the acceptance length is forced (pin)")
         wanted = request.params.logprobs
         if wanted is not None and wanted > size:
             raise RequestError(f"logprobs: got {wanted}, the vocabulary has {size} ids; use -1 for all")
@@ -228,9 +236,10 @@ class Runner:
             most = max(size if n == -1 else n or 0 for n in wanted)
             num = min(FEW_LOGPROBS, size) if most <= FEW_LOGPROBS else size
             scores = self._logprobs(output.logits, output.tokens.reshape(-1), size, num)
-        for array in (output.tokens, output.accepted, *(scores or ())):
+        bound = any(row.request.grammar is not None for row in plan.rows)
+        for array in (output.tokens, output.accepted, *(scores or ()), *((output.drafts,) if bound else ())):
             array.copy_to_host_async()
-        return Pending(output, scores)
+        return Pending(output, scores, bound)
 
     def _run(self, plan: StepPlan, shape: StepShape) -> StepOutput:
         args, static = self._arguments(plan, shape)
@@ -244,8 +253,30 @@ class Runner:
 
     def _arguments(self, plan: StepPlan, shape: StepShape) -> tuple[tuple, dict[str, Any]]:
         packed = steps.pack(plan, shape, self.limits.max_num_seqs, self.eos_ids)
-        args = (self.params, self.cache, self.draft_cache, self.state, packed)
+        args = (self.params, self.cache, self.draft_cache, self.state, packed, self._allowed(plan, shape))
         return args, {"shape": shape, "net": self.net, "spec": self.spec}
+
+    def _allowed(self, plan: StepPlan, shape: StepShape) -> jax.Array:
+        """What grammars allow. A step without one gets an array that is on the device already, so that both kinds of
+        steps are one program."""
+        form = (shape.rows, shape.verified + 1)
+        if form not in self._all_allowed:
+            self._all_allowed[form] = self._put_allowed(form)
+        bound = [(b, row) for b, row in enumerate(plan.rows) if row.emit and row.request.grammar is not None]
+        if not bound:
+            return self._all_allowed[form]
+        allowed = self._host_allowed(form)
+        for b, row in bound:
+            drafts = row.request.drafts[: shape.verified] if row.tokens is None else ()
+            row.request.grammar.masks(drafts, allowed[b])
+        return jax.device_put(allowed, self._whole)
+
+    def _put_allowed(self, form: tuple[int, int]) -> jax.Array:
+        return jax.device_put(self._host_allowed(form), self._whole)
+
+    def _host_allowed(self, form: tuple[int, int]) -> np.ndarray:
+        words = -(-self.net.plan.pad(self.net.cfg.vocab_size) // 32)
+        return np.full((*form, words), 2**32 - 1, np.uint32)
 
     def _zero(self, pages: tuple[int, ...]) -> None:
         """Clears pages before anything is written to them, so many at a time that one program serves all."""
@@ -264,6 +295,8 @@ class Runner:
         bias = np.zeros(vocab, np.float32)
         for token, value in (request.params.logit_bias or {}).items():
             bias[token] = value
+        if request.params.allowed_token_ids is not None:
+            bias[np.isin(np.arange(vocab), request.params.allowed_token_ids, invert=True)] = -np.inf
         self.state = self._seed_vocab(self.state, np.int32(row), counts, seen, bias)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:

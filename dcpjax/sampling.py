@@ -124,6 +124,21 @@ def adjust(
     return jnp.where(ids < vocab_size, x, _LOWEST)
 
 
+def restrict(adjusted: jax.Array, allowed: jax.Array, masked: jax.Array) -> jax.Array:
+    """-inf for tokens that a grammar forbids.
+
+    adjusted [M, V] float32; allowed [M, ceil(V / 32)] uint32: bit i of word w is token 32·w + i; masked [M] bool: the rows
+    for which they count. A step without such rows reads nothing.
+    """
+
+    def mask(x):
+        words = jnp.repeat(allowed, 32, axis=1)[:, : x.shape[1]]
+        bits = words >> (_token_ids(x) % 32).astype(jnp.uint32) & 1
+        return jnp.where(masked[:, None] & (bits == 0), _LOWEST, x)
+
+    return lax.cond(jnp.any(masked), mask, lambda x: x, adjusted)
+
+
 def _penalise(
     x: jax.Array, rows: SamplingRows, vocab: VocabState, vocab_row: jax.Array | None, also: jax.Array | None
 ) -> jax.Array:

@@ -104,6 +104,8 @@ class Scheduler:
         for request in tuple(self.running):
             if request.status != "running" or request.complete:
                 continue
+            if request.decoding and request.grammar is not None and request.inflight:
+                continue  # what is allowed next hangs on the tokens of that step
             n = drafts + 1 if request.decoding else min(request.prefill - request.computed, budget)
             # With fewer drafts now, a decode row still takes the pages of the most: nothing then hangs on the choice.
             most = self.num_drafts + 1 if request.decoding else n

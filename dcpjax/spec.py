@@ -23,7 +23,7 @@ from dcpjax.attention import Selection
 from dcpjax.batch import ForwardBatch, RowState
 from dcpjax.cache import PagedCache, pool_slots
 from dcpjax.errors import ConfigError
-from dcpjax.sampling import ACCEPT, DRAFT, SamplingRows, adjust, log_weights, noise, sample, uniform
+from dcpjax.sampling import ACCEPT, DRAFT, SamplingRows, adjust, log_weights, noise, restrict, sample, uniform
 from models import glm_moe_dsa, mtp
 from models.glm_moe_dsa import Network
 from models.params import Params
@@ -108,6 +108,7 @@ class Rows:
     row: row slot, R for padding. start: position of the first query token. num_tokens: query tokens. first, last: of
     the step's T tokens the row's first and last one. decode, emit: bool. limit: tokens at most. drafts `[B, k]`: what
     a decode row verifies, of which `num_drafts` are real; weights `[B, k, V]`: log-weights they were drawn with.
+    masked: bool, whether a grammar says which tokens are allowed.
     """
 
     row: jax.Array
@@ -123,6 +124,7 @@ class Rows:
     num_drafts: jax.Array
     weights: jax.Array
     credit: jax.Array
+    masked: jax.Array
 
     @property
     def position(self) -> jax.Array:
@@ -131,13 +133,19 @@ class Rows:
 
 
 def verify(
-    logits: jax.Array, rows: Rows, state: RowState, spec: Speculation | None, vocab_size: int
+    logits: jax.Array,
+    rows: Rows,
+    state: RowState,
+    spec: Speculation | None,
+    vocab_size: int,
+    allowed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What each row gets from the target's `logits [B, k + 1, V]`.
 
     Row j of a decode row is scored after drafts 0 … j − 1; penalties count them as generated. Returns tokens
     `[B, k + 1]`, of which the first `accepted [B]` count (accepted drafts, then one of the target's own; 0 in rows that
-    emit nothing; cut at the limit), and the pin's credit `[B]`.
+    emit nothing; cut at the limit), and the pin's credit `[B]`. `allowed [B, k + 1, ceil(V / 32)]` uint32: tokens that may
+    follow drafts 0 … j − 1, in rows that are `masked`; None: no row is. A draft that they forbid is never accepted.
     """
     batch, width, _ = logits.shape
     k = width - 1
@@ -154,6 +162,8 @@ def verify(
         vocab_row=jnp.repeat(rows.row, width),
         also=before.reshape(batch * width, k),
     )
+    if allowed is not None:
+        adjusted = restrict(adjusted, allowed.reshape(batch * width, -1), jnp.repeat(rows.masked, width))
     valid = jnp.arange(k) < jnp.where(rows.decode, rows.num_drafts, 0)[:, None]
     drafts, credit = rows.drafts[:, :k], rows.credit
     if spec is not None and spec.keeps_weights and k > 0:

@@ -48,7 +48,7 @@ class StepShape:
 # One int32 word per row each; the floats and the seed as their bits.
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 _FIELDS = (
-    *("row", "num_tokens", "start", "matched", "decode", "emit", "new", "keep_vocab", "limit", "following"),
+    *("row", "num_tokens", "start", "matched", "decode", "emit", "new", "keep_vocab", "limit", "following", "masked"),
     *("choice", "seed", "top_k", "min_len", "biased"),
     *_FLOATS,
 )
@@ -69,6 +69,7 @@ def pack(plan: StepPlan, shape: StepShape, num_rows: int, eos_ids: tuple[int, ..
         at["matched"][b], at["limit"][b] = request.matched, request.limit
         at["decode"][b], at["emit"][b], at["new"][b] = chunk is None, planned.emit, planned.new
         at["following"][b] = planned.next_token
+        at["masked"][b] = planned.emit and request.grammar is not None
         if chunk is not None:
             tokens[first : first + planned.num_tokens] = chunk
         first += planned.num_tokens
@@ -84,7 +85,7 @@ def _pack_sampling(at: dict, stops: np.ndarray, b: int, request: Request, eos_id
     at["choice"][b], at["top_k"][b] = request.choice, min(max(p.top_k, 0), _MOST)
     at["seed"][b] = np.uint32(request.seed).view(np.int32)
     at["min_len"][b] = min(len(request.prompt) + p.min_tokens, _MOST) if p.min_tokens else 0
-    at["biased"][b], at["keep_vocab"][b] = bool(p.logit_bias), uses_vocab(request)
+    at["biased"][b], at["keep_vocab"][b] = biased(request), uses_vocab(request)
     floats = (0.0 if p.greedy else p.temperature, p.top_p, p.min_p)
     floats += (p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
     for name, value in zip(_FLOATS, floats, strict=True):
@@ -98,10 +99,15 @@ def stop_ids(request: Request, eos_ids: tuple[int, ...]) -> list[int]:
     return sorted({*(() if request.params.ignore_eos else eos_ids), *request.params.stop_token_ids})
 
 
+def biased(request: Request) -> bool:
+    """Whether some tokens are favoured, or are not allowed at all."""
+    return bool(request.params.logit_bias) or request.params.allowed_token_ids is not None
+
+
 def uses_vocab(request: Request) -> bool:
     """Whether the request needs per-token state on the device."""
     p = request.params
-    return bool(p.logit_bias) or p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
+    return biased(request) or p.presence_penalty != 0 or p.frequency_penalty != 0 or p.repetition_penalty != 1
 
 
 def _unpack(packed: jax.Array, shape: StepShape) -> Iterator[jax.Array]:
@@ -135,11 +141,11 @@ def empty_state(num_rows: int, vocab: int, spec: Speculation | None = None) -> R
 
 def step(
     params: Params, cache: PagedCache, draft_cache: PagedCache | None, state: RowState, packed: jax.Array,
-    shape: StepShape, net: Network, spec: Speculation | None,
+    allowed: jax.Array, shape: StepShape, net: Network, spec: Speculation | None,
 ) -> tuple[PagedCache, PagedCache | None, RowState, StepOutput]:  # fmt: skip
     """Reset new rows, run the target on all query tokens, verify drafts or sample a token, advance the rows, draft.
 
-    The caches and `state` are donated by the runner. Without a `spec` the draft's cache is left as it is.
+    `allowed [B, verified + 1, ceil(V / 32)]` uint32: see `verify`; read only if the plan has rows with a grammar. The caches and `state` are donated by the runner. Without a `spec` the draft's cache is left as it is.
     """
     fields, stops, tokens, pages = _unpack(packed, shape)
     at = dict(zip(_FIELDS, fields, strict=True))
@@ -152,8 +158,11 @@ def step(
     scored = jnp.where(rows.decode[:, None], rows.first[:, None] + jnp.arange(width), rows.last[:, None])
     logits = glm_moe_dsa.logits(params, hidden[jnp.clip(scored, 0, shape.tokens - 1).reshape(-1)], net)
     with jax.named_scope("sample"):
-        new, accepted, credit = verify(logits.reshape(shape.rows, width, -1), rows, state, spec, net.cfg.vocab_size)
+        new, accepted, credit = verify(
+            logits.reshape(shape.rows, width, -1), rows, state, spec, net.cfg.vocab_size, allowed
+        )
     state = _advance(state, rows, new, accepted, credit)
+    drafts = jnp.zeros((shape.rows, 0), jnp.int32)
     if spec is not None:
         with jax.named_scope("draft"):
             following = _following(batch, rows, new, accepted, at["following"])
@@ -161,7 +170,7 @@ def step(
                 params, draft_cache, state, batch, following, hidden, rows, accepted, shape.drafted, net, spec
             )
         state = _keep_drafts(state, rows, accepted, drafts, weights)
-    return cache, draft_cache, state, StepOutput(new, accepted, logits)
+    return cache, draft_cache, state, StepOutput(new, accepted, drafts, logits)
 
 
 def _advance(state: RowState, rows: Rows, new: jax.Array, accepted: jax.Array, credit: jax.Array) -> RowState:
@@ -260,6 +269,7 @@ def _take(state: RowState, at: dict[str, jax.Array]) -> tuple[Rows, jax.Array]:
         num_drafts=pick(state.num_drafts),
         weights=pick(state.draft_weights),
         credit=pick(state.credit),
+        masked=at["masked"] > 0,
     )
     return rows, pick(state.last_token)
 

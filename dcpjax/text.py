@@ -126,6 +126,10 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        return self._tokenizer.to_str()
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; control tokens written out in it become those tokens."""
         # The batch call releases the interpreter lock, the single one does not: a long prompt must not stall others.
@@ -207,6 +211,12 @@ class Needle:
                 return i + 1
         self.matched = matched
         return None
+
+    def copy(self) -> "Needle":
+        """One that has read as much."""
+        other = Needle(self.text)
+        other.matched = self.matched
+        return other
 
     def skip(self, piece: str) -> None:
         """Reads on over full occurrences."""

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # A name stands for the module and, for a package, for everything in it.
 FLOORS = {
     0: ("dcpjax.errors", "dcpjax.layout", "dcpjax.mesh", "dcpjax.quant"),
-    1: ("dcpjax.host", "dcpjax.pallas_kernels", "dcpjax.text", "dcpjax.typed"),
+    1: ("dcpjax.host", "dcpjax.pallas_kernels", "dcpjax.text", "dcpjax.typed", "dcpjax.grammar"),
     2: ("dcpjax.batch", "dcpjax.cache", "dcpjax.collectives", "dcpjax.kernels", "dcpjax.sampling"),
     3: ("dcpjax.attention", "dcpjax.moe"),
     4: ("models",),
@@ -41,7 +41,11 @@ FLOORS = {
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 
 # Third-party packages that a part of floor 1 may use; its other imports are the standard library's.
-HOST_ONLY = {"dcpjax.host": {"numpy"}, "dcpjax.text": {"jinja2", "numpy", "tokenizers"}}
+HOST_ONLY = {
+    "dcpjax.host": {"numpy"},
+    "dcpjax.text": {"jinja2", "numpy", "tokenizers"},
+    "dcpjax.grammar": {"jinja2", "llguidance", "numpy", "tokenizers"},
+}
 ENVIRONMENT = "dcpjax.serve"
 
 

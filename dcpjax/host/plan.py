@@ -72,9 +72,11 @@ class StepResult:
     """What a step sampled, row i for `plan.rows[i]`; rows after those are padding.
 
     tokens `[B, k+1]` int32, of which the first `accepted[i]` count; accepted `[B]` int32: 0 in a row that does not emit
-    and in one that had reached its limit, else 1 … k+1.
+    and in one that had reached its limit, else 1 … k+1. drafts `[B, j]` int32: those for the rows' next step; None unless
+    a row of the plan has a grammar.
     """
 
     tokens: np.ndarray
     accepted: np.ndarray
     logprobs: RowLogprobs | None = None
+    drafts: np.ndarray | None = None

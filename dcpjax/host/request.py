@@ -37,6 +37,7 @@ class SamplingParams:
     presence_penalty, frequency_penalty: in [−2, 2], over generated tokens.
     repetition_penalty: > 0, over prompt and generated tokens.
     logit_bias: token id → −100…100.
+    allowed_token_ids: no other ones are generated, ends of text included; None: all may be.
     logprobs: how many of the best to report per token; 0: only the chosen one; −1: the whole vocabulary; None: nothing.
     """
 
@@ -55,12 +56,14 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
     def __post_init__(self):
-        for name, value in (("stop", self.stop), ("stop_token_ids", self.stop_token_ids)):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
             if value is not None and (isinstance(value, bytes | Mapping) or not isinstance(value, Iterable)):
                 raise RequestError(f"{name}: got {value!r:.200}, it must be a list")
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
@@ -83,6 +86,12 @@ class SamplingParams:
         for stop in self.stop:
             if not isinstance(stop, str) or not stop:
                 raise RequestError(f"stop: got {stop!r:.200}, each must be a string that is not empty")
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids: got an empty list, at least 1 id is needed")
+            for token in self.allowed_token_ids:
+                _integer("allowed_token_ids", token, lambda x: x >= 0, "token ids, at least 0")
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, lambda x: x >= 0, "token ids, at least 0")
         if self.seed is not None:
@@ -120,6 +129,19 @@ class Text(Protocol):
     def push(self, token_id: int) -> str: ...
 
     def finish(self) -> str: ...
+
+
+class Grammar(Protocol):
+    """Says which tokens may come next in one request's output."""
+
+    def accept(self, token_id: int) -> None:
+        """The output has grown by this token."""
+        ...
+
+    def masks(self, drafts: Sequence[int], allowed: np.ndarray) -> None:
+        """Takes away from `allowed [k + 1, ceil(V / 32)]` uint32, bit i of word w for token 32·w + i, row j, what may not
+        follow the output and drafts 0 … j − 1. Rows behind a draft that is not allowed are never looked at."""
+        ...
 
 
 class TokenLogprobs(NamedTuple):
@@ -165,6 +187,8 @@ class Request:
     text: Text | None = None
     cache_salt: str | None = None  # pages are shared between requests of equal salt only
     no_store: bool = False  # its pages are not for others
+    grammar: Grammar | None = None
+    drafts: tuple[int, ...] = ()  # for its next decode row, as the grammar must know them
     adapter: str | None = None  # name of the weights added to the model's
     output: list[int] = dataclasses.field(default_factory=list)
     status: Status = "waiting"

@@ -26,7 +26,7 @@ class ToolSchemas:
     def kinds(self, function: str, key: str) -> Kinds:
         """JSON types that the argument `key` may have."""
         root = self._parameters.get(function, {})
-        schema = _resolved(root, root, 0)
+        schema = resolved(root, root, 0)
         properties = schema.get("properties")
         found = properties.get(key) if isinstance(properties, dict) else None
         if found is None:
@@ -95,7 +95,7 @@ def _fits(value: Any, kinds: frozenset[str]) -> bool:
 
 
 def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> Kinds:
-    schema = _resolved(schema, root, depth)
+    schema = resolved(schema, root, depth)
     named = schema.get("type")
     if isinstance(named, str):
         return frozenset([named])
@@ -116,7 +116,7 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> Kinds:
     return None
 
 
-def _resolved(schema: Any, root: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
+def resolved(schema: Any, root: Mapping[str, Any], depth: int) -> Mapping[str, Any]:
     """The schema behind its references within `root`; an empty one if they lead nowhere."""
     while isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
         depth += 1

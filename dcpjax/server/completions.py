@@ -16,6 +16,7 @@ from dcpjax.server.logprobs import CompletionLogprobs
 from dcpjax.server.protocol import CompletionBody
 from dcpjax.server.service import Served, ServerOptions
 from dcpjax.server.stream import EventStream, attended
+from dcpjax.server.structure import rules_of
 from dcpjax.server.ticket import Prediction, Ticket, Update
 
 _MAX_TOKENS = 16
@@ -43,7 +44,8 @@ async def completions(request: Request, body: CompletionBody, served: Served, op
         raise ApiError(400, f"prompt: {len(prompts)} prompts × n = {params.n} are over {_MAX_CHOICES}", "prompt")
     for prompt in prompts:
         wishes.check_prompt(prompt.token_ids, max_tokens, served, "prompt")
-    jobs = [job for prompt in prompts for job in wishes.jobs(prompt.token_ids, params, body)]
+    rules = await asyncio.to_thread(rules_of, body, served, False)
+    jobs = [job for prompt in prompts for job in wishes.jobs(prompt.token_ids, params, body, rules)]
     ticket = served.thread.submit(jobs, body.request_id or request.scope["request_id"])
     await ticket.accepted()
     answer = _Answer(public_id("cmpl-", body.request_id, request), body, prompts, served, options)

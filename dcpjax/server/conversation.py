@@ -9,6 +9,7 @@ from dcpjax.server.errors import ApiError
 from dcpjax.server.prompts import check_tool_choice, render_chat
 from dcpjax.server.protocol import ChatBody
 from dcpjax.server.service import Served, ServerOptions
+from dcpjax.server.structure import rules_of
 from dcpjax.server.ticket import Ticket
 from dcpjax.server.tool_calls import ToolCalls
 from dcpjax.server.turn import Turn, TurnRules
@@ -37,14 +38,15 @@ async def begin(body: ChatBody, served: Served, options: ServerOptions, name: st
     if max_tokens is None:
         max_tokens = wishes.default_max_tokens(served)
     params = wishes.sampling_params(body, served, max_tokens=max_tokens, logprobs=logprobs)
-    ticket = served.thread.submit(wishes.jobs(ids, params, body), name)
+    rules = await asyncio.to_thread(rules_of, body, served, prompt.thinking)
+    ticket = served.thread.submit(wishes.jobs(ids, params, body, rules), name)
     await ticket.accepted()
-    rules = TurnRules(
+    form = TurnRules(
         thinking=prompt.thinking,
         separate=options.parse_reasoning and body.separate_reasoning is not False,
         shown=body.include_reasoning is not False,
     )
-    turns = [Turn(rules, _calls(body, options), served.llm.tokenizer) for _ in range(params.n)]
+    turns = [Turn(form, _calls(body, options), served.llm.tokenizer) for _ in range(params.n)]
     return Conversation(ids, ticket, turns)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from dcpjax.engine import EngineCore
 from dcpjax.errors import ConfigError, RequestError
 from dcpjax.host.plan import RowLogprobs, StepPlan, StepResult
-from dcpjax.host.request import Request, SamplingParams
+from dcpjax.host.request import Grammar, Request, SamplingParams
 from dcpjax.text import TextStream, Tokenizer
 
 TINY = pathlib.Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
@@ -23,6 +23,7 @@ TINY = pathlib.Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 # Turns that are answered, and the turn of the answer.
 _ASKED = ("<|user|>", "<|observation|>")
 _ANSWER = "<|assistant|>"
+_TAGS = ("</think>", "<tool_call>")
 _NUM_LOGPROBS = 20
 _MOST_PAGES = 8192
 
@@ -59,9 +60,9 @@ class EchoRunner:
             if not planned.emit:
                 continue
             row, width = self._rows[planned.row], 1 if planned.tokens is not None else plan.num_drafts + 1
-            while accepted[i] < width and row.length < request.limit:
-                tokens[i, accepted[i]] = self._script.token(row, request)
-                accepted[i] += 1
+            new = self._script.tokens(row, request, min(width, request.limit - row.length), self._vocab_size)
+            tokens[i, : len(new)], accepted[i] = new, len(new)
+            row.length, row.said = row.length + len(new), row.said + len(new)
         wanted = any(planned.request.params.logprobs is not None for planned in plan.rows)
         return _Done(StepResult(tokens, accepted, _logprobs(tokens, self._vocab_size) if wanted else None))
 
@@ -91,6 +92,7 @@ class Script:
         self._asked = frozenset(token for token in ids if token is not None)
         self._answer = None if tokenizer is None else tokenizer.token_id(_ANSWER)
         self._eos = eos
+        self._tokenizer = tokenizer
 
     def answer(self, prompt: Sequence[int]) -> list[int]:
         """The last turn without its control token, or all of a prompt that has no turns."""
@@ -98,16 +100,40 @@ class Script:
         if start is None:
             return list(prompt)
         turn = list(prompt[start + 1 :])
-        return turn[: turn.index(self._answer)] if self._answer in turn else turn
+        return self._spoken(turn[: turn.index(self._answer)] if self._answer in turn else turn)
 
-    def token(self, row: _Row, request: Request) -> int:
-        row.length += 1
-        row.said += 1
-        if row.said <= len(row.script):
-            return row.script[row.said - 1]
-        goes_on = row.said <= request.params.min_tokens or request.params.ignore_eos
+    def _spoken(self, turn: list[int]) -> list[int]:
+        """As a model says it: tags are single tokens, where what was asked has them as text."""
+        text = self._tokenizer.decode(turn, skip_special_tokens=False)
+        if not any(tag in text for tag in _TAGS):
+            return turn
+        spoken = self._tokenizer.encode(text, add_special_tokens=False)
+        return turn if any(map(self._tokenizer.is_special, spoken)) else spoken
+
+    def tokens(self, row: _Row, request: Request, count: int, vocab_size: int) -> list[int]:
+        """The next tokens, at most `count`: those of the script; where a grammar forbids one, another that ends the run."""
+        wanted = [self._token(row, request, row.said + i) for i in range(count)]
+        if request.grammar is None:
+            return wanted
+        allowed = np.full((count, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
+        request.grammar.masks(wanted[:-1], allowed)
+        for i, token in enumerate(wanted):
+            if not allowed[i, token // 32] >> np.uint32(token % 32) & 1:
+                return [*wanted[:i], self._instead(allowed[i])]
+        return wanted
+
+    def _token(self, row: _Row, request: Request, place: int) -> int:
+        if place < len(row.script):
+            return row.script[place]
+        goes_on = place < request.params.min_tokens or request.params.ignore_eos
         # Told to go on, it begins again.
-        return row.script[(row.said - 1) % len(row.script)] if goes_on and row.script else self._eos
+        return row.script[place % len(row.script)] if goes_on and row.script else self._eos
+
+    def _instead(self, allowed: np.ndarray) -> int:
+        """The end of the text if it may come, or the first token that may."""
+        if allowed[self._eos // 32] >> np.uint32(self._eos % 32) & 1:
+            return self._eos
+        return int(np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))[0])
 
 
 def _logprobs(tokens: np.ndarray, vocab_size: int) -> RowLogprobs:
@@ -179,11 +205,12 @@ class EchoLLM:
         choice: int = 0,
         cache_salt: str | None = None,
         no_store: bool = False,
+        grammar: Grammar | None = None,
     ) -> Request:
         """As `LLM.add`."""
         text = TextStream(self.tokenizer, params, prompt[-4:])
-        cache = {"cache_salt": cache_salt, "no_store": no_store}
-        return self.engine.add(prompt, params, request_id=request_id, choice=choice, text=text, **cache)
+        more = {"cache_salt": cache_salt, "no_store": no_store, "grammar": grammar}
+        return self.engine.add(prompt, params, request_id=request_id, choice=choice, text=text, **more)
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:

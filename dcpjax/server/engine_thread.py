@@ -19,7 +19,7 @@ from typing import Protocol
 
 from dcpjax.engine import Delta, EngineCore
 from dcpjax.errors import RequestError
-from dcpjax.host.request import Request, SamplingParams
+from dcpjax.host.request import Grammar, Request, SamplingParams
 from dcpjax.server.errors import ApiError, bad_request
 from dcpjax.server.ticket import Job, Prediction, Ticket, TicketLimits, Update
 from dcpjax.server.watch import Watch
@@ -42,6 +42,7 @@ class Model(Protocol):
         choice: int = 0,
         cache_salt: str | None = None,
         no_store: bool = False,
+        grammar: Grammar | None = None,
     ) -> Request: ...
 
 
@@ -215,7 +216,12 @@ class EngineThread:
         try:
             for index, job in enumerate(jobs):
                 request = self._model.add(
-                    job.prompt, job.params, choice=job.choice, cache_salt=job.cache_salt, no_store=job.no_store
+                    job.prompt,
+                    job.params,
+                    choice=job.choice,
+                    cache_salt=job.cache_salt,
+                    no_store=job.no_store,
+                    grammar=job.grammar,
                 )
                 added.append(_Live(request, ticket, index))
         except Exception as error:  # noqa: BLE001 - one odd request must not end the others

@@ -77,18 +77,22 @@ def _template(source: str, options: ServerOptions) -> ChatTemplate:
 
 
 def check_tool_choice(body: ChatBody) -> None:
-    """Raises `ApiError` for a choice that names no given tool, or that would need constrained output."""
+    """Raises `ApiError` for a choice that names no given tool."""
     choice = body.tool_choice
     if choice is None:
         return
     if body.tools is None:
         raise ApiError(400, "tool_choice: only allowed with tools", "tool_choice")
+    names = [tool["function"]["name"] for tool in _tools(body.tools)]
     if isinstance(choice, dict):
-        name = (choice.get("function") or {}).get("name")
-        if name not in [tool["function"]["name"] for tool in _tools(body.tools)]:
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if name not in names:
             raise ApiError(400, f"tool_choice: {name!r:.200} is not among the tools", "tool_choice")
-    if choice not in ("auto", "none"):
-        raise ApiError(400, "tool_choice: only 'auto' and 'none' are supported", "tool_choice")
+    elif choice not in ("auto", "none", "required"):
+        raise ApiError(
+            400, f"tool_choice: got {choice!r:.200}; use 'auto', 'none', 'required' or a function", "tool_choice"
+        )
 
 
 def _message(i: int, message: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import dcpjax
+from dcpjax.grammar import Grammars, Vocabulary
 from dcpjax.server.engine_thread import EngineThread
 from dcpjax.server.errors import ApiError, unavailable
 from dcpjax.server.metrics import Metrics
@@ -87,6 +88,7 @@ class Served:
     thread: EngineThread
     metrics: Metrics
     watch: Watch
+    grammars: Grammars
     names: tuple[str, ...]
     sampling_defaults: dict[str, Any]
     created: int
@@ -156,6 +158,9 @@ class Service:
             thread=thread,
             metrics=metrics,
             watch=watch,
+            grammars=Grammars(
+                Vocabulary(llm.tokenizer, llm.config.vocab_size, tuple(sorted(llm.engine.eos_token_ids)))
+            ),
             names=names,
             sampling_defaults={**defaults, **options.sampling_overrides},
             created=int(time.time()),

@@ -9,19 +9,20 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
 
-from dcpjax.host.request import FinishReason, SamplingParams, TokenLogprobs
+from dcpjax.host.request import FinishReason, Grammar, SamplingParams, TokenLogprobs
 from dcpjax.server.errors import ApiError, ClientGone
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One choice of one prompt. cache_salt, no_store: see `EngineCore.add`."""
+    """One choice of one prompt. cache_salt, no_store, grammar: see `EngineCore.add`."""
 
     prompt: list[int]
     params: SamplingParams
     choice: int = 0
     cache_salt: str | None = None
     no_store: bool = False
+    grammar: Grammar | None = None
 
 
 class Prediction(NamedTuple):

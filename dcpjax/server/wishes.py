@@ -8,6 +8,7 @@ from dcpjax.host.request import SamplingParams
 from dcpjax.server.errors import ApiError
 from dcpjax.server.protocol import SamplingBody
 from dcpjax.server.service import Served, ServerOptions
+from dcpjax.server.structure import Rules
 from dcpjax.server.ticket import Job, Prediction
 
 # Fields of generation_config.json that stand in for fields a request leaves out.
@@ -21,6 +22,7 @@ _SAME = (
     "presence_penalty",
     "frequency_penalty",
     "seed",
+    "allowed_token_ids",
     "stop",
     "stop_token_ids",
     "ignore_eos",
@@ -29,16 +31,7 @@ _SAME = (
 )
 
 # Asking for these without getting them would change the meaning of the answer.
-_NOT_YET = (
-    "prompt_logprobs",
-    "allowed_token_ids",
-    "bad_words",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
+_NOT_YET = ("prompt_logprobs",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +48,6 @@ def refuse_unsupported(body: SamplingBody) -> None:
             raise ApiError(400, f"{field}: not supported; leave it out", field)
     if body.use_beam_search:
         raise ApiError(400, "use_beam_search: not supported; leave it out", "use_beam_search")
-    kind = (body.response_format or {"type": "text"}).get("type")
-    if kind != "text":
-        raise ApiError(400, f"response_format: type {kind!r:.200} is not supported; use 'text'", "response_format")
     if body.priority:
         raise ApiError(400, "priority: requests are served in the order of arrival; leave it out", "priority")
 
@@ -85,17 +75,18 @@ def sampling_params(
     defaults = {name: served.sampling_defaults[name] for name in SAMPLING_DEFAULTS if name in served.sampling_defaults}
     if served.llm.tokenizer is None and given.get("stop"):
         served.tokenizer("stop")
-    for token in given.get("stop_token_ids", ()):
-        _check_id("stop_token_ids", token, served)
+    for field in ("stop_token_ids", "allowed_token_ids"):
+        for token in given.get(field, ()):
+            _check_id(field, token, served)
     return SamplingParams(
         **{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs, logit_bias=_logit_bias(body, served)
     )
 
 
-def jobs(prompt: list[int], params: SamplingParams, body: SamplingBody) -> list[Job]:
+def jobs(prompt: list[int], params: SamplingParams, body: SamplingBody, rules: Rules) -> list[Job]:
     """One for each choice."""
     return [
-        Job(prompt, params, choice, cache_salt=body.cache_salt, no_store=bool(body.no_store))
+        Job(prompt, params, choice, cache_salt=body.cache_salt, no_store=bool(body.no_store), grammar=rules())
         for choice in range(params.n)
     ]
 

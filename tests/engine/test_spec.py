@@ -46,6 +46,7 @@ def rows_of(drafts, *, vocab=VOCAB, weights=None, valid=None, start=7, limit=100
         num_drafts=one * k if valid is None else jnp.asarray(valid, jnp.int32),
         weights=jnp.zeros((size, 0, vocab)) if weights is None else weights,
         credit=jnp.broadcast_to(jnp.float32(credit), (size,)),
+        masked=one < 0,
     )
 
 
