@@ -7,6 +7,7 @@ text of the last turn, of the user or a tool, and then an end-of-text token; a p
 import dataclasses
 import json
 import pathlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ _ANSWER = "<|assistant|>"
 _TAGS = ("</think>", "<tool_call>")
 _NUM_LOGPROBS = 20
 _MOST_PAGES = 8192
+# Of a step. A device would leave the processor to the server meanwhile.
+_STEP_SECONDS = 0.0002
 
 
 class EchoRunner:
@@ -81,6 +84,7 @@ class _Done:
     result: StepResult
 
     def fetch(self) -> StepResult:
+        time.sleep(_STEP_SECONDS)
         return self.result
 
 

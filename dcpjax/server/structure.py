@@ -29,9 +29,7 @@ def rules_of(body: SamplingBody, served: Served, thinking: bool) -> Rules:
     if grammar is not None:
         for field in ("min_tokens", "ignore_eos", "allowed_token_ids"):
             if getattr(body, field):
-                raise ApiError(
-                    400, f"{field}: not possible together with a grammar; leave one of them out", field
-                )
+                raise ApiError(400, f"{field}: not possible together with a grammar; leave one of them out", field)
 
     def make() -> host.Grammar | None:
         parts: list[Any] = [] if grammar is None else [grammar.rules(CLOSE if thinking else None)]

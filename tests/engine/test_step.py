@@ -93,7 +93,9 @@ def test_a_plan_survives_packing():
     )  # fmt: skip
     rich = Request(id="a", prompt=prompt_of(11), params=params, limit=20, seed=2**32 - 2, choice=2, matched=8)
     plain = request_of(prompt_of(5))
-    rows = [decode(plain, 2, (7, 9), 12), chunk(rich, 0, (3, 1), 7, 10), chunk(request_of(prompt_of(6)), 1, (4,))]
+    bound = request_of(prompt_of(6))
+    bound.grammar = object()  # it counts where a token is sampled
+    rows = [decode(plain, 2, (7, 9), 12), chunk(rich, 0, (3, 1), 7, 10), chunk(bound, 1, (4,))]
     shape = StepShape(16, 4, 5)
     packed = steps.pack(StepPlan(tuple(rows), 1), shape, ROWS, small.EOS)
     assert packed.dtype == np.int32 and packed.shape == (shape.size,)
@@ -105,6 +107,7 @@ def test_a_plan_survives_packing():
         "decode": [1, 0, 0, 0], "emit": [1, 0, 1, 0], "new": [0, 1, 1, 0], "limit": [13, 20, 14, 0],
         "choice": [0, 2, 0, 0], "top_k": [0, 0, 0, 0], "min_len": [0, 15, 0, 0], "biased": [0, 1, 0, 0],
         "keep_vocab": [0, 1, 0, 0], "following": [-1, rich.prompt[10], -1, 0],
+        "masked": [0, 0, 1, 0],
     }  # fmt: skip
     for name, values in want.items():
         assert at[name].tolist() == values, name

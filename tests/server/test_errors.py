@@ -30,8 +30,8 @@ SHARED = [
     ("stop", ["a"] * 17), ("stop", 5), ("stop_token_ids", [-1]), ("stop_token_ids", [99999]),
     ("stop_token_ids", list(range(31))), ("max_tokens", 0), ("max_tokens", "5"), ("min_tokens", -1), ("stream", "yes"),
     ("stream_options", {"include_usage": True}), ("cache_salt", ""), ("priority", 3), ("use_beam_search", True),
-    ("prompt_logprobs", 1), ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("guided_json", {}),
-    ("structured_outputs", {"regex": "a"}), ("response_format", {"type": "json_object"}), ("model", 5),
+    ("prompt_logprobs", 1), ("bad_words", [""]), ("allowed_token_ids", [99999]), ("allowed_token_ids", []),
+    ("guided_json", "{"), ("structured_outputs", {"rex": "a"}), ("response_format", {"type": "xml"}), ("model", 5),
 ]  # fmt: skip
 
 

@@ -82,7 +82,9 @@ def test_thinking_is_free_and_its_end_begins_the_grammar(client):
     assert choice["finish_reason"] == "length" and choice["message"]["content"] is None, "a turn may not end thinking"
 
 
-@pytest.mark.parametrize("text", ["no json at all", '{"name":"x","age":"old"}', '{"name":"x"}', GOOD + "and more", "{}", ""])
+@pytest.mark.parametrize(
+    "text", ["no json at all", '{"name":"x","age":"old"}', '{"name":"x"}', GOOD + "and more", "{}", ""]
+)
 def test_text_that_does_not_fit_is_bent_or_cut(client, text):
     choice = chat(client, text or " ", reasoning_effort="none", **SCHEMA)
     content = choice["message"]["content"]
@@ -94,7 +96,13 @@ def test_text_that_does_not_fit_is_bent_or_cut(client, text):
 
 
 def test_streams_and_choices_have_rules_of_their_own(client):
-    body = {"messages": [{"role": "user", "content": GOOD}], "n": 3, "stream": True, "reasoning_effort": "none", **SCHEMA}
+    body = {
+        "messages": [{"role": "user", "content": GOOD}],
+        "n": 3,
+        "stream": True,
+        "reasoning_effort": "none",
+        **SCHEMA,
+    }
     texts = ["", "", ""]
     for chunk in events(client.post(CHAT, json=body).text):
         for choice in chunk["choices"]:

@@ -1,0 +1,202 @@
+"""What the server itself costs, with an engine that costs nothing: beside the least that its framework could do.
+
+Arms, each a process of its own, asked in turn by one client of bare sockets:
+
+* *constant*: the same framework, and the same body model, answering a constant; *echo*: our server, the same request;
+* *bare*: an application without a framework that sends the very chunks that our server sends; *stream*: our server.
+
+Figures are ratios of requests and chunks per second, and the server's own CPU time: a request's fixed part and the part
+that grows with its prompt (from prompts of two lengths), and a streamed token's with both parsers at work.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+_ROUNDS = 3
+_CLIENTS = 8
+_REQUESTS = 400
+_SHORT, _LONG = 16, 1500
+_STREAM_TOKENS = 400
+_STREAMS = 8
+
+_CONSTANT = """
+import fastapi, sys, uvicorn, socket
+from starlette.requests import Request
+from starlette.responses import Response
+from dcpjax.server.protocol import ChatBody, read_body
+app = fastapi.FastAPI(docs_url=None, redoc_url=None)
+@app.post("/v1/chat/completions")
+async def answer(request: Request):
+    await read_body(request, ChatBody, 1 << 25)
+    return Response(b'{"choices":[]}', media_type="application/json")
+"""
+_BARE = """
+import sys, uvicorn, socket
+chunks = open(sys.argv[1], "rb").read().split(b"\\n\\n")[:-1]
+async def app(scope, receive, send):
+    if scope["type"] != "http": return
+    while (await receive()).get("more_body"): pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    for chunk in chunks:
+        await send({"type": "http.response.body", "body": chunk + b"\\n\\n", "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+"""
+_SERVE = """
+listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+print(f"Ready: http://127.0.0.1:{listener.getsockname()[1]} ", flush=True)
+config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+uvicorn.Server(config).run(sockets=[listener])
+"""
+
+
+def measure(say=lambda line: None) -> dict[str, Any]:
+    """Figures, as in the module's text."""
+    with _process("-m", "dcpjax.serve", "--engine", "echo", "--port", "0", "--max-model-len", "4096") as echo:
+        constant_arm = _process("-c", _CONSTANT + _SERVE)
+        with constant_arm as constant:
+            plain = _chat("hm</think>Hello there", stream=False)
+            rates = _in_turn({"echo": (echo, plain), "constant": (constant, plain)}, _REQUESTS)
+        figures: dict[str, Any] = {"requests_per_second": rates, "requests_ratio": rates["echo"] / rates["constant"]}
+        say(
+            f"requests/s: echo {rates['echo']:.0f}, constant {rates['constant']:.0f}, ratio {figures['requests_ratio']:.2f} (at least 0.25)"
+        )
+        stream = _chat("hm</think>" + "word and " * (_STREAM_TOKENS // 2), stream=True)
+        sent = asyncio.run(_once(echo.port, stream))
+        file = pathlib.Path(f"/tmp/dcpjax-chunks-{os.getpid()}")
+        file.write_bytes(_body(sent))
+        try:
+            with _process("-c", _BARE + _SERVE, str(file)) as bare:
+                chunks = _body(sent).count(b"data: ")
+                rates = _in_turn({"stream": (echo, stream), "bare": (bare, stream)}, _STREAMS * 4)
+                rates = {name: rate * chunks for name, rate in rates.items()}
+        finally:
+            file.unlink()
+        figures |= {"chunks_per_second": rates, "chunks_ratio": rates["stream"] / rates["bare"]}
+        say(
+            f"chunks/s: echo {rates['stream']:.0f}, bare {rates['bare']:.0f}, ratio {figures['chunks_ratio']:.2f} (at least 0.25)"
+        )
+        figures |= _cpu(echo, chunks)
+    say(
+        f"CPU: {figures['ms_a_request']:.2f} ms a request (at most 1) + {figures['us_a_prompt_token']:.2f} us a prompt token "
+        f"(at most 1); {figures['us_a_streamed_token']:.1f} us a streamed token (at most 30)"
+    )
+    return figures
+
+
+class _Arm:
+    def __init__(self, process: subprocess.Popen, port: int):
+        self.process, self.port = process, port
+
+    def cpu(self) -> float:
+        """Seconds of processor time so far."""
+        fields = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def _process(*arguments: str) -> Iterator[_Arm]:
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        yield _Arm(process, int(re.search(r":(\d+) ", line)[1]))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+        process.stdout.close()
+
+
+def _chat(text: str, stream: bool, **more: Any) -> bytes:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    body = {"messages": [{"role": "user", "content": text}], "stream": stream, "tools": tools, **more}
+    data = json.dumps(body).encode()
+    head = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    return f"POST /v1/chat/completions HTTP/1.1\r\n{head}".encode() + data
+
+
+def _in_turn(arms: dict[str, tuple[_Arm, bytes]], requests: int) -> dict[str, float]:
+    """Median requests per second of each arm."""
+    rates: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(_ROUNDS + 1):
+        for name, (arm, request) in arms.items():
+            start = time.perf_counter()
+            asyncio.run(_load(arm.port, request, requests))
+            if number:  # the first round warms up
+                rates[name].append(requests / (time.perf_counter() - start))
+    return {name: statistics.median(each) for name, each in rates.items()}
+
+
+def _cpu(echo: _Arm, chunks: int) -> dict[str, float]:
+    def seconds(request: bytes, requests: int) -> float:
+        before = echo.cpu()
+        asyncio.run(_load(echo.port, request, requests))
+        return (echo.cpu() - before) / requests
+
+    # Each prompt is another one: tokenised, hashed and stored anew.
+    short, long = (seconds(_chat("a " * n, stream=False, max_tokens=1), _REQUESTS) for n in (_SHORT, _LONG))
+    streamed = seconds(_chat("hm</think>" + "word and " * (_STREAM_TOKENS // 2), stream=True), _STREAMS * 4)
+    return {
+        "ms_a_request": short * 1e3,
+        "us_a_prompt_token": (long - short) / (_LONG - _SHORT) * 1e6,
+        "us_a_streamed_token": (streamed - short) / chunks * 1e6,
+    }
+
+
+async def _load(port: int, request: bytes, requests: int) -> None:
+    left = iter(range(requests))
+
+    async def client() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in left:
+            writer.write(request)
+            await _answer(reader)
+        writer.close()
+        await writer.wait_closed()
+
+    await asyncio.gather(*(client() for _ in range(_CLIENTS)))
+
+
+async def _once(port: int, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    data = await _answer(reader)
+    writer.close()
+    await writer.wait_closed()
+    return data
+
+
+async def _answer(reader: asyncio.StreamReader) -> bytes:
+    """The raw body of one answer."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200"):
+        raise RuntimeError(head.decode()[:200])
+    length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
+    if length:
+        return await reader.readexactly(int(length[1]))
+    pieces = []
+    while True:
+        pieces.append(await reader.read(1 << 16))
+        if pieces[-1].endswith(b"0\r\n\r\n") or not pieces[-1]:
+            return b"".join(pieces)
+
+
+def _body(chunked: bytes) -> bytes:
+    """Chunked transfer coding taken off."""
+    body, at = b"", 0
+    while True:
+        end = chunked.index(b"\r\n", at)
+        size = int(chunked[at:end], 16)
+        if not size:
+            return body
+        body += chunked[end + 2 : end + 2 + size]
+        at = end + 2 + size + 2
