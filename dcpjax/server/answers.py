@@ -1,10 +1,20 @@
 """Small things that all answers have in common."""
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
+
+# Characters of text that the event loop can work on without being missed.
+_SHORT = 4000
+
+
+async def off_loop[T](size: int, work: Callable[..., T], *arguments: Any) -> T:
+    """`work(*arguments)`, in a thread if it is about so many characters that others would have to wait for it."""
+    return work(*arguments) if size <= _SHORT else await asyncio.to_thread(work, *arguments)
 
 
 class JsonResponse(Response):

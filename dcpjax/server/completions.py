@@ -1,6 +1,5 @@
 """`POST /v1/completions`: text or token ids in, their continuation out; no chat template, no parsing."""
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator
@@ -10,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dcpjax.server import wishes
-from dcpjax.server.answers import JsonResponse, public_id
+from dcpjax.server.answers import JsonResponse, off_loop, public_id
 from dcpjax.server.errors import ApiError
 from dcpjax.server.logprobs import CompletionLogprobs
 from dcpjax.server.protocol import CompletionBody
@@ -38,13 +37,13 @@ async def completions(request: Request, body: CompletionBody, served: Served, op
     _refuse(body, options)
     stream = wishes.stream_options(body, options)
     max_tokens = body.max_tokens or wishes.default_max_tokens(served) or _MAX_TOKENS
-    prompts = await asyncio.to_thread(_prompts, body, served)
+    prompts = await off_loop(_text_size(body.prompt), _prompts, body, served)
     params = wishes.sampling_params(body, served, max_tokens=max_tokens, logprobs=body.logprobs)
     if len(prompts) * params.n > _MAX_CHOICES:
         raise ApiError(400, f"prompt: {len(prompts)} prompts × n = {params.n} are over {_MAX_CHOICES}", "prompt")
     for prompt in prompts:
         wishes.check_prompt(prompt.token_ids, max_tokens, served, "prompt")
-    rules = await asyncio.to_thread(rules_of, body, served, False)
+    rules = await rules_of(body, served, False)
     jobs = [job for prompt in prompts for job in wishes.jobs(prompt.token_ids, params, body, rules)]
     ticket = served.thread.submit(jobs, body.request_id or request.scope["request_id"])
     await ticket.accepted()
@@ -53,6 +52,11 @@ async def completions(request: Request, body: CompletionBody, served: Served, op
         return EventStream(ticket, answer.events(ticket, stream))
     async with attended(ticket, request.receive):
         return JsonResponse(await answer.whole(ticket))
+
+
+def _text_size(prompt: str | list) -> int:
+    """Characters to be encoded; ids are no work."""
+    return len(prompt) if isinstance(prompt, str) else sum(len(text) for text in prompt if isinstance(text, str))
 
 
 def _refuse(body: CompletionBody, options: ServerOptions) -> None:

@@ -1,12 +1,12 @@
 """From a chat body to running jobs, whatever protocol the body came in; and the turns that read what they bring."""
 
-import asyncio
 import dataclasses
 
 from dcpjax.server import wishes
+from dcpjax.server.answers import off_loop
 from dcpjax.server.argument_values import ToolSchemas
 from dcpjax.server.errors import ApiError
-from dcpjax.server.prompts import check_tool_choice, render_chat
+from dcpjax.server.prompts import check_tool_choice, render_chat, text_size
 from dcpjax.server.protocol import ChatBody
 from dcpjax.server.service import Served, ServerOptions
 from dcpjax.server.structure import rules_of
@@ -32,13 +32,13 @@ async def begin(body: ChatBody, served: Served, options: ServerOptions, name: st
     _refuse(body)
     logprobs = _logprobs(body, options)
     max_tokens = body.max_completion_tokens or body.max_tokens
-    prompt = await asyncio.to_thread(render_chat, body, served, options)
+    prompt = await off_loop(text_size(body), render_chat, body, served, options)
     ids = wishes.truncate(prompt.token_ids, body)
     wishes.check_prompt(ids, max_tokens, served, "messages")
     if max_tokens is None:
         max_tokens = wishes.default_max_tokens(served)
     params = wishes.sampling_params(body, served, max_tokens=max_tokens, logprobs=logprobs)
-    rules = await asyncio.to_thread(rules_of, body, served, prompt.thinking)
+    rules = await rules_of(body, served, prompt.thinking)
     ticket = served.thread.submit(wishes.jobs(ids, params, body, rules), name)
     await ticket.accepted()
     form = TurnRules(

@@ -63,6 +63,23 @@ def render_chat(body: ChatBody | TokenizeBody, served: Served, options: ServerOp
     return ChatPrompt(tokenizer.encode_chat(text), thinking_open(text))
 
 
+def text_size(body: ChatBody | TokenizeBody) -> int:
+    """Characters that rendering and encoding have to do with, about."""
+    size = 0
+    for message in body.messages:
+        content = message.get("content")
+        size += len(content) if isinstance(content, str) else 100 * len(message)
+        if isinstance(content, list):
+            size += sum(
+                len(part.get("text") or "")
+                for part in content
+                if isinstance(part, dict) and isinstance(part.get("text"), str)
+            )
+    for value in (body.tools, [m.get("tool_calls") for m in body.messages if m.get("tool_calls")]):
+        size += len(orjson.dumps(value)) if value else 0
+    return size
+
+
 def _template(source: str, options: ServerOptions) -> ChatTemplate:
     if not options.trust_templates:
         raise ApiError(

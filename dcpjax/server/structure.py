@@ -1,5 +1,6 @@
 """What a body demands of the form of its answer, as rules for the engine: schemas, patterns, choices, forced tool calls."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +16,27 @@ from dcpjax.server.tool_grammar import tool_grammar
 Rules = Callable[[], host.Grammar | None]
 """Makes the rules of one choice."""
 
+_Wish = tuple[str, str, Any]
+"""The field that says it, what kind of form, and the form."""
+
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _OLD = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-def rules_of(body: SamplingBody, served: Served, thinking: bool) -> Rules:
+async def rules_of(body: SamplingBody, served: Served, thinking: bool) -> Rules:
     """thinking: whether the answer begins inside a think block, to which no grammar applies.
 
-    Slow for large schemas: not for the event loop. Raises `ApiError` or `RequestError`.
+    Raises `ApiError` or `RequestError`.
     """
-    grammar = _grammar(body, served)
+    wishes = [wish for wish in (_format(body), *_structured(body), *_forced(body)) if wish is not None]
+    if not wishes and not body.bad_words:
+        return lambda: None
+    # Large schemas take their time.
+    return await asyncio.to_thread(_rules, wishes, body, served, thinking)
+
+
+def _rules(wishes: list[_Wish], body: SamplingBody, served: Served, thinking: bool) -> Rules:
+    grammar = _grammar(wishes, served)
     words = _bad_words(body, served)
     if grammar is not None:
         for field in ("min_tokens", "ignore_eos", "allowed_token_ids"):
@@ -39,8 +51,7 @@ def rules_of(body: SamplingBody, served: Served, thinking: bool) -> Rules:
     return make
 
 
-def _grammar(body: SamplingBody, served: Served) -> Grammar | None:
-    wishes = [wish for wish in (_format(body), *_structured(body), *_forced(body)) if wish is not None]
+def _grammar(wishes: list[_Wish], served: Served) -> Grammar | None:
     if not wishes:
         return None
     if len(wishes) > 1:
@@ -67,7 +78,7 @@ def _compile(grammars: Grammars, field: str, kind: str, value: Any, served: Serv
     return grammars.regex(value, field) if kind == "regex" else grammars.lark(_lark(value, field), field)
 
 
-def _format(body: SamplingBody) -> tuple[str, str, Any] | None:
+def _format(body: SamplingBody) -> _Wish | None:
     given = body.response_format or {"type": "text"}
     kind = given.get("type")
     if kind == "text":
@@ -86,7 +97,7 @@ def _format(body: SamplingBody) -> tuple[str, str, Any] | None:
     return "response_format", "json", inner["schema"]
 
 
-def _structured(body: SamplingBody) -> list[tuple[str, str, Any]]:
+def _structured(body: SamplingBody) -> list[_Wish]:
     wishes = []
     given = {key: value for key, value in (body.structured_outputs or {}).items() if value is not None}
     for kind, value in given.items():
@@ -103,7 +114,7 @@ def _structured(body: SamplingBody) -> list[tuple[str, str, Any]]:
     return wishes
 
 
-def _forced(body: SamplingBody) -> list[tuple[str, str, Any]]:
+def _forced(body: SamplingBody) -> list[_Wish]:
     """Tool calls that must be made."""
     if not isinstance(body, ChatBody) or body.tool_choice in (None, "auto", "none"):
         return []

@@ -32,8 +32,7 @@ class Prediction(NamedTuple):
     rejected: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """What is new of job `index`; `cached_tokens` and `prediction` are of the whole job so far.
 
     `finish_reason` is set in the last update of a job, and only there.
@@ -50,8 +49,7 @@ class Update:
 
     def then(self, later: "Update") -> "Update":
         """Both as one."""
-        return dataclasses.replace(
-            later,
+        return later._replace(
             text=self.text + later.text,
             token_ids=self.token_ids + later.token_ids,
             logprobs=self.logprobs + later.logprobs,
