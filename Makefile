@@ -6,13 +6,14 @@
 #   make test           lint and the tests; PYTEST_ARGS='-k word' adds arguments
 #   make test-matrix    full products of settings (long)
 #   make test-gpu       kernels, engines and attention on this machine's GPUs; needs PYTHON=… with a JAX that sees them
+#   make soak           five minutes of clients that misbehave
 #   make lint           formatting and lint alone
 #   make clean          removes .venv and caches
 #
 # PYTHON=… names the Python to use; EXTRAS=test,cuda13 installs for NVIDIA GPUs.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-matrix test-gpu lint clean
+.PHONY: help setup serve test test-matrix soak test-gpu lint clean
 
 EXTRAS ?= test
 ARGS ?=
@@ -40,6 +41,9 @@ lint: setup
 
 test: lint
 	$(pytest) $(PYTEST_ARGS)
+
+soak: setup
+	$(python) -m pytest -m soak $(PYTEST_ARGS)
 
 test-matrix: setup
 	$(pytest) -m matrix $(PYTEST_ARGS)

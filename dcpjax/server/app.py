@@ -31,7 +31,13 @@ from dcpjax.server.service import Service
 
 def make_app(service: Service) -> ASGIApp:
     """The application that serves `service`, whatever phase it is in."""
-    app = fastapi.FastAPI(title="dcpjax", version=dcpjax.__version__, docs_url=None, redoc_url=None)
+    app = fastapi.FastAPI(
+        title="dcpjax",
+        version=dcpjax.__version__,
+        docs_url=None,
+        redoc_url=None,
+        default_response_class=Response,  # every route says itself what it gives
+    )
     errors.install(app)
     _add_answers(app, service)
     _add_models(app, service)
@@ -47,15 +53,15 @@ def _add_answers(app: fastapi.FastAPI, service: Service) -> None:
     async def read[B: Body](request: Request, kind: type[B]) -> B:
         return await read_body(request, kind, options.max_body_bytes)
 
-    @app.post("/v1/chat/completions", **_documented(ChatBody))
+    @app.post("/v1/chat/completions", **_documented(ChatBody, _JSON | _STREAM))
     async def post_chat(request: Request) -> Response:
         return await chat_completions(request, await read(request, ChatBody), service.served, options)
 
-    @app.post("/v1/completions", **_documented(CompletionBody))
+    @app.post("/v1/completions", **_documented(CompletionBody, _JSON | _STREAM))
     async def post_completions(request: Request) -> Response:
         return await completions(request, await read(request, CompletionBody), service.served, options)
 
-    @app.post("/v1/messages", **_documented(MessagesBody))
+    @app.post("/v1/messages", **_documented(MessagesBody, _JSON | _STREAM))
     async def post_messages(request: Request) -> Response:
         return await messages(request, await read(request, MessagesBody), service.served, options)
 
@@ -73,12 +79,12 @@ def _add_answers(app: fastapi.FastAPI, service: Service) -> None:
 
 
 def _add_models(app: fastapi.FastAPI, service: Service) -> None:
-    @app.get("/v1/models", responses=_REFUSED)
+    @app.get("/v1/models", responses=_gives(_JSON) | _REFUSED)
     async def get_models() -> Response:
         served = service.served
         return JsonResponse({"object": "list", "data": [model_card(served, name) for name in served.names]})
 
-    @app.get("/v1/models/{name:path}", responses=_REFUSED)
+    @app.get("/v1/models/{name:path}", responses=_gives(_JSON) | _REFUSED)
     async def get_model(name: str) -> Response:
         service.served.check_model(name)
         return JsonResponse(model_card(service.served, name))
@@ -97,15 +103,15 @@ def _add_state(app: fastapi.FastAPI, service: Service) -> None:
     async def get_ready() -> Response:
         return Response(status_code=200 if service.healthy and not service.served.thread.full else 503)
 
-    @app.get("/version")
+    @app.get("/version", responses=_gives(_JSON))
     async def get_version() -> Response:
         return JsonResponse({"version": dcpjax.__version__})
 
-    @app.get("/load", responses=_UNAVAILABLE)
+    @app.get("/load", responses=_gives(_JSON) | _REFUSED)
     async def get_load() -> Response:
         return JsonResponse({"server_load": service.served.thread.num_tickets})
 
-    @app.get("/metrics", responses=_UNAVAILABLE)
+    @app.get("/metrics", responses=_gives({"text/plain": {"schema": {"type": "string"}}}) | _REFUSED)
     async def get_metrics() -> Response:
         return Response(service.served.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
@@ -120,11 +126,11 @@ def _add_dev(app: fastapi.FastAPI, service: Service) -> None:
     async def flush(request: Request) -> Response:
         return await post_reset(request)
 
-    @app.get("/server_info", responses=_REFUSED)
+    @app.get("/server_info", responses=_gives(_JSON) | _REFUSED)
     async def get_info() -> Response:
         return JsonResponse(dev_routes.info(service.served, service.options))
 
-    @app.post("/abort_requests", **_documented(AbortBody))
+    @app.post("/abort_requests", **_documented(AbortBody, {}))
     async def post_abort(request: Request) -> Response:
         body = await read_body(request, AbortBody, service.options.max_body_bytes)
         service.served.thread.cut(body.request_ids)
@@ -145,9 +151,16 @@ _ERROR = {
 }
 _REFUSED = {"4XX": _ERROR, "503": _ERROR}
 _UNAVAILABLE = {"503": {"description": "Loading, ending, or the engine has failed"}}
+_JSON = {"application/json": {"schema": {"type": "object"}}}
+_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
-def _documented(kind: type[Body]) -> dict[str, Any]:
+def _gives(content: dict[str, Any]) -> dict[str, Any]:
+    return {"200": {"description": "Answered", "content": content}}
+
+
+def _documented(kind: type[Body], gives: dict[str, Any] | None = None) -> dict[str, Any]:
     """The body in the schema; it is read by hand, so that its errors are our own."""
     content = {"application/json": {"schema": kind.model_json_schema()}}
-    return {"responses": _REFUSED, "openapi_extra": {"requestBody": {"required": True, "content": content}}}
+    responses = {**_gives(_JSON if gives is None else gives), **_REFUSED}
+    return {"responses": responses, "openapi_extra": {"requestBody": {"required": True, "content": content}}}

@@ -61,7 +61,7 @@ class _Live:
     request: Request
     ticket: Ticket
     index: int
-    num_logprobs: int = 0
+    num_tokens: int = 0
     last_time: float | None = None
 
 
@@ -254,21 +254,23 @@ class EngineThread:
             self._soon(_deliver, updates)
 
     def _update(self, live: _Live, delta: Delta) -> Update:
+        # Text, tokens and logprobs as they are now: a request that is aborted may have more than its delta says, if a step
+        # was read whose deltas are still to come.
         request = delta.request
-        if delta.token_ids:
+        token_ids, logprobs = request.output[live.num_tokens :], request.logprobs[live.num_tokens :]
+        live.num_tokens += len(token_ids)
+        if token_ids:
             now = time.monotonic()
             since_last = None if live.last_time is None else now - live.last_time
             live.last_time = now
-            self._observer.tokens(request, len(delta.token_ids), since_last)
+            self._observer.tokens(request, len(token_ids), since_last)
         if delta.finished:
             del self._live[request.id]
             self._observer.finished(request)
-        logprobs = request.logprobs[live.num_logprobs :]
-        live.num_logprobs += len(logprobs)
         return Update(
             index=live.index,
             text=request.text.take() if request.text is not None else "",
-            token_ids=delta.token_ids,
+            token_ids=token_ids,
             logprobs=logprobs,
             cached_tokens=request.cached_tokens or 0,
             prediction=Prediction(request.accepted_drafts, request.verified_drafts - request.accepted_drafts),
