@@ -138,7 +138,7 @@ class EngineCore:
         self._early: list[Delta] = []  # read before the next step asked for them
         self._num_added = 0
         self._num_prompts = 0  # prompts added; the choices of one share its number
-        self._step_tokens = (0, 0)
+        self.step_tokens = (0, 0)  # query tokens of the newest step: of prompts, of decode rows
         self._prompt_tokens = 0
         self._generated_tokens = 0
         self._finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0}
@@ -261,8 +261,8 @@ class EngineCore:
             waiting=len(self.scheduler.waiting),
             page_usage=pool.num_used / pool.capacity,
             steps=self.scheduler.epoch,
-            step_prompt_tokens=self._step_tokens[0],
-            step_decode_tokens=self._step_tokens[1],
+            step_prompt_tokens=self.step_tokens[0],
+            step_decode_tokens=self.step_tokens[1],
             preemptions=self.scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
@@ -286,7 +286,7 @@ class EngineCore:
                 row.request.metrics.first_scheduled = now
                 self._prompt_tokens += len(row.request.prompt)
         decode = sum(row.num_tokens for row in plan.rows if row.tokens is None)
-        self._step_tokens = (plan.num_tokens - decode, decode)
+        self.step_tokens = (plan.num_tokens - decode, decode)
         return plan, self._runner.dispatch(plan)
 
     def _take_early(self) -> list[Delta]:

@@ -21,17 +21,28 @@ _FIRST_TOKEN = (
 _BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _CHOICES = (1, 2, 5, 10, 20)
+_STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))
+_STEP = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _REASONS = ("stop", "length", "abort", "error")
 
 
 class Metrics:
-    """One engine's metrics in a registry of their own. `stats`: asked at every scrape."""
+    """One engine's metrics in a registry of their own. stats: asked at every scrape. cache: what it is made of."""
 
-    def __init__(self, model_name: str, max_model_len: int, stats: Callable[[], EngineStats]):
+    def __init__(
+        self, model_name: str, max_model_len: int, stats: Callable[[], EngineStats], cache: dict[str, str] | None = None
+    ):
         self._registry = prometheus_client.CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
         self._sums = _Sums(self._labels, stats)
         self._registry.register(self._sums)
+        info = prometheus_client.Gauge(
+            "vllm:cache_config_info",
+            "What the cache is made of.",
+            (*self._labels, *(cache or {})),
+            registry=self._registry,
+        )
+        info.labels(**self._labels, **(cache or {})).set(1)
         lengths = _one_two_five(max_model_len)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
         self._between = self._histogram("inter_token_latency_seconds", "Time between token arrivals.", _BETWEEN)
@@ -44,7 +55,24 @@ class Metrics:
         self._decode = self._histogram("request_decode_time_seconds", "First token to last token.", _WHOLE)
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens, by request.", lengths)
         self._generated = self._histogram("request_generation_tokens", "Generated tokens, by request.", lengths)
+        self._computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens that were computed, by request.", lengths
+        )
+        self._max_tokens = self._histogram("request_params_max_tokens", "Tokens asked for at most.", lengths)
+        self._most_generated = self._histogram(
+            "request_max_num_generation_tokens", "Generated tokens of the longest choice, by request.", lengths
+        )
+        self._inference = self._histogram("request_inference_time_seconds", "First step to last token.", _WHOLE)
         self._n = self._histogram("request_params_n", "Choices asked for.", _CHOICES)
+        self._step_tokens = self._histogram("iteration_tokens_total", "Query tokens of a step.", _STEP_TOKENS)
+        steps = prometheus_client.Histogram(
+            "dcpjax:step_seconds",
+            "Time of a step, by whether it has prompt chunks.",
+            (*self._labels, "phase"),
+            buckets=_STEP,
+            registry=self._registry,
+        )
+        self._steps = {phase: steps.labels(**self._labels, phase=phase) for phase in ("prefill", "decode")}
 
     def render(self) -> bytes:
         return prometheus_client.generate_latest(self._registry)
@@ -59,6 +87,9 @@ class Metrics:
         self._queue.observe(times.first_scheduled - times.arrival)
         self._prefill.observe(times.first_token - times.first_scheduled)
         self._prompt.observe(len(request.prompt))
+        self._computed.observe(len(request.prompt) - (request.cached_tokens or 0))
+        if request.params.max_tokens is not None:
+            self._max_tokens.observe(request.params.max_tokens)
         if request.choice == 0:
             self._n.observe(request.params.n)
 
@@ -69,10 +100,17 @@ class Metrics:
         if request.finish_reason == "abort":
             return
         self._whole.observe(times.finished - times.arrival)
+        self._inference.observe(times.finished - times.first_scheduled)
+        self._most_generated.observe(count)
         self._decode.observe(times.finished - times.first_token)
         self._generated.observe(count)
         if count > 1:
             self._per_token.observe((times.finished - times.first_token) / (count - 1))
+
+    def step(self, prompt_tokens: int, decode_tokens: int, seconds: float) -> None:
+        """A step of so many query tokens was made."""
+        self._step_tokens.observe(prompt_tokens + decode_tokens)
+        self._steps["prefill" if prompt_tokens else "decode"].observe(seconds)
 
     def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> prometheus_client.Histogram:
         family = prometheus_client.Histogram(
@@ -93,12 +131,26 @@ class _Sums(Collector):
         stats = self._stats()
         yield self._gauge("num_requests_running", "Requests in the batch.", stats.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.waiting)
+        reasons = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason", "Requests in the queue, by reason.", labels=[*self._labels, "reason"]
+        )
+        for reason, count in (("capacity", stats.waiting), ("deferred", 0)):
+            reasons.add_metric([*self._labels.values(), reason], count)
+        yield reasons
         yield self._gauge("kv_cache_usage_perc", "Used pages over all, 0 to 1.", stats.page_usage)
         prefix = stats.prefix.counts
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", prefix.queries)
         yield self._counter("prefix_cache_hits", "Prompt tokens found there.", prefix.hits)
         yield self._counter("prompt_tokens", "Prompt tokens of requests that were scheduled.", stats.prompt_tokens)
         yield self._counter("prompt_tokens_cached", "Those of them that were not computed.", prefix.hits)
+        sources = CounterMetricFamily(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens, by where their rows came from.",
+            labels=[*self._labels, "source"],
+        )
+        for source, count in (("local_compute", stats.prompt_tokens - prefix.hits), ("local_cache_hit", prefix.hits)):
+            sources.add_metric([*self._labels.values(), source], count)
+        yield sources
         yield self._counter("generation_tokens", "Generated tokens.", stats.generated_tokens)
         yield self._counter("num_preemptions", "Requests sent back to the queue.", stats.preemptions)
         yield from self._prefix_losses(prefix)

@@ -146,8 +146,19 @@ class Service:
 
         options = self.options
         names = options.served_names or (llm.name,)
-        metrics = Metrics(names[0], llm.max_model_len, lambda: llm.engine.stats)
-        watch = Watch(lambda: llm.engine.stats, pin=options.pin, period=10.0 if options.log_stats else math.inf)
+        scheduler = llm.engine.scheduler
+        cache = {
+            "block_size": str(scheduler.page_tokens),
+            "num_gpu_blocks": str(scheduler.pool.capacity),
+            "enable_prefix_caching": str(scheduler.prefix is not None),
+        }
+        metrics = Metrics(names[0], llm.max_model_len, lambda: llm.engine.stats, cache)
+        watch = Watch(
+            lambda: llm.engine.stats,
+            on_step=lambda seconds: metrics.step(*llm.engine.step_tokens, seconds),
+            pin=options.pin,
+            period=10.0 if options.log_stats else math.inf,
+        )
         limits = TicketLimits(options.max_queued, options.request_timeout, options.stream_interval)
         thread = EngineThread(llm, metrics, watch, died, limits)
         defaults = llm.generation_defaults if options.sampling_defaults is None else options.sampling_defaults

@@ -16,7 +16,7 @@ log = logging.getLogger("dcpjax.server")
 
 
 class Watch:
-    """Told of every step, in the engine thread. stats: asked when a line is due. period: busy seconds between lines.
+    """Told of every step, in the engine thread. on_step: told how many seconds each took. period: busy seconds between lines.
     pin: the acceptance length that is forced, None: none is.
     """
 
@@ -24,11 +24,13 @@ class Watch:
         self,
         stats: Callable[[], EngineStats],
         *,
+        on_step: Callable[[float], None] = lambda seconds: None,
         pin: float | None = None,
         period: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._stats = stats
+        self._on_step = on_step
         self._pin = pin
         self._period = period
         self._clock = clock
@@ -45,6 +47,7 @@ class Watch:
         now = self._clock()
         self._busy += now - start
         self._steps.append((now, now - start))
+        self._on_step(now - start)
         if self._busy - self._last.seconds < self._period:
             return
         before, self._last = self._last, self._moment()

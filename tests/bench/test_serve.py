@@ -27,7 +27,18 @@ def bench(monkeypatch, tmp_path, server, *flags: str) -> list[dict]:
 
 
 def test_a_sweep_with_a_shared_prefix(monkeypatch, tmp_path, server, capsys):
-    flags = ("--concurrency", "1,3", "--requests", "6", "--prompt-tokens", "64", "--output-tokens", "7", "--shared", "0.5")
+    flags = (
+        "--concurrency",
+        "1,3",
+        "--requests",
+        "6",
+        "--prompt-tokens",
+        "64",
+        "--output-tokens",
+        "7",
+        "--shared",
+        "0.5",
+    )
     rows = bench(monkeypatch, tmp_path, server, *flags)
     assert [row["concurrency"] for row in rows] == [1, 3] and len(capsys.readouterr().out.splitlines()) == 2
     for row in rows:

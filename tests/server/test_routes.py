@@ -63,6 +63,27 @@ def test_metrics_count_what_happened(client):
     assert metric(client, "vllm:kv_cache_usage_perc") == 0
 
 
+def test_metrics_of_the_dashboards_are_all_there(client):
+    client.post("/v1/completions", json={"prompt": "Tell me", "n": 2, "max_tokens": 7})
+    body = {"prompt": list(range(100, 140)), "max_tokens": 2}
+    before = metric(client, "vllm:prompt_tokens_by_source_total", source="local_cache_hit")
+    for _ in range(2):
+        client.post("/v1/completions", json=body)
+    assert metric(client, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == before + 32
+    total = metric(client, "vllm:prompt_tokens_total")
+    assert metric(client, "vllm:prompt_tokens_by_source_total") == total
+    waiting = metric(client, "vllm:num_requests_waiting")
+    assert metric(client, "vllm:num_requests_waiting_by_reason") == waiting == 0
+    assert metric(client, "vllm:cache_config_info", block_size="16", num_gpu_blocks="255") == 1
+    for name in (
+        "request_params_max_tokens", "request_max_num_generation_tokens", "request_prefill_kv_computed_tokens",
+        "request_inference_time_seconds", "request_queue_time_seconds", "request_params_n", "iteration_tokens_total",
+    ):  # fmt: skip
+        assert metric(client, f"vllm:{name}_count") > 0
+    for phase in ("prefill", "decode"):
+        assert metric(client, "dcpjax:step_seconds_count", phase=phase) > 0
+
+
 def test_metrics_are_text_that_prometheus_reads(client):
     response = client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
