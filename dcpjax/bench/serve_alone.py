@@ -3,7 +3,8 @@
 Arms, each a process of its own, asked in turn by one client of bare sockets:
 
 * *constant*: the same framework, and the same body model, answering a constant; *echo*: our server, the same request;
-* *bare*: an application without a framework that sends the very chunks that our server sends; *stream*: our server.
+* *bare*: an application without a framework that sends the very chunks that our server sends, each in a turn of the
+  event loop of its own, as tokens come; *stream*: our server.
 
 Figures are ratios of requests and chunks per second, and the server's own CPU time: a request's fixed part and the part
 that grows with its prompt (from prompts of two lengths), and a streamed token's with both parsers at work.
@@ -24,11 +25,11 @@ from collections.abc import Iterator
 from typing import Any
 
 _ROUNDS = 3
-_CLIENTS = 8
+_CLIENTS = 32
 _REQUESTS = 400
 _SHORT, _LONG = 16, 1500
 _STREAM_TOKENS = 400
-_STREAMS = 8
+_STREAMS = 32
 
 _CONSTANT = """
 import fastapi, sys, uvicorn, socket
@@ -42,7 +43,7 @@ async def answer(request: Request):
     return Response(b'{"choices":[]}', media_type="application/json")
 """
 _BARE = """
-import sys, uvicorn, socket
+import asyncio, sys, uvicorn, socket
 chunks = open(sys.argv[1], "rb").read().split(b"\\n\\n")[:-1]
 async def app(scope, receive, send):
     if scope["type"] != "http": return
@@ -50,6 +51,7 @@ async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
     for chunk in chunks:
         await send({"type": "http.response.body", "body": chunk + b"\\n\\n", "more_body": True})
+        await asyncio.sleep(0)
     await send({"type": "http.response.body", "body": b""})
 """
 _SERVE = """

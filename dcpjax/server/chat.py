@@ -22,7 +22,7 @@ from dcpjax.server.turn import Thought, Turn
 async def chat_completions(request: Request, body: ChatBody, served: Served, options: ServerOptions) -> Response:
     """The whole answer, or a stream of it. Raises `ApiError` or `RequestError` for what is refused."""
     stream = wishes.stream_options(body, options)
-    conversation = await begin(body, served, options, body.request_id or request.scope["request_id"])
+    conversation = await begin(body, served, options, body.request_id or request.scope["request_id"], not stream.stream)
     answer = _Answer(public_id("chatcmpl-", body.request_id, request), body, conversation, served, options)
     ticket = conversation.ticket
     if stream.stream:

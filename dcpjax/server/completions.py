@@ -45,7 +45,7 @@ async def completions(request: Request, body: CompletionBody, served: Served, op
         wishes.check_prompt(prompt.token_ids, max_tokens, served, "prompt")
     rules = await rules_of(body, served, False)
     jobs = [job for prompt in prompts for job in wishes.jobs(prompt.token_ids, params, body, rules)]
-    ticket = served.thread.submit(jobs, body.request_id or request.scope["request_id"])
+    ticket = served.thread.submit(jobs, body.request_id or request.scope["request_id"], not stream.stream)
     await ticket.accepted()
     answer = _Answer(public_id("cmpl-", body.request_id, request), body, prompts, served, options)
     if stream.stream:

@@ -26,8 +26,8 @@ class Conversation:
     turns: list[Turn]
 
 
-async def begin(body: ChatBody, served: Served, options: ServerOptions, name: str) -> Conversation:
-    """`name`: of the ticket. Raises `ApiError` or `RequestError` for what is refused."""
+async def begin(body: ChatBody, served: Served, options: ServerOptions, name: str, whole: bool) -> Conversation:
+    """name, whole: of the ticket. Raises `ApiError` or `RequestError` for what is refused."""
     served.check_model(body.model)
     _refuse(body)
     logprobs = _logprobs(body, options)
@@ -39,7 +39,7 @@ async def begin(body: ChatBody, served: Served, options: ServerOptions, name: st
         max_tokens = wishes.default_max_tokens(served)
     params = wishes.sampling_params(body, served, max_tokens=max_tokens, logprobs=logprobs)
     rules = await rules_of(body, served, prompt.thinking)
-    ticket = served.thread.submit(wishes.jobs(ids, params, body, rules), name)
+    ticket = served.thread.submit(wishes.jobs(ids, params, body, rules), name, whole)
     await ticket.accepted()
     form = TurnRules(
         thinking=prompt.thinking,

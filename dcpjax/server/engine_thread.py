@@ -121,10 +121,10 @@ class EngineThread:
         """HTTP requests that wait for tokens."""
         return sum(ticket.pending for ticket in self._tickets)
 
-    def submit(self, jobs: Sequence[Job], name: str = "") -> Ticket:
+    def submit(self, jobs: Sequence[Job], name: str = "", whole: bool = False) -> Ticket:
         """Hands jobs to the engine, all or none; await `Ticket.accepted` next. Choices of a prompt stand in order.
 
-        Raises `ApiError` if the engine is dead, or too many wait for it.
+        name: see `cut`. whole: nobody wants to see a job grow: it brings its first token, and at its end all others. Raises `ApiError` if the engine is dead, or too many wait for it.
         """
         if self.dead:
             raise _death()
@@ -135,7 +135,7 @@ class EngineThread:
                 None,
                 {"Retry-After": "1"},
             )
-        ticket = Ticket(self, len(jobs), name, self._limits)
+        ticket = Ticket(self, len(jobs), name, whole, self._limits)
         self._tickets.add(ticket)
         self._num_entering += len(jobs)
         self._call(lambda: self._add(ticket, jobs))
@@ -248,10 +248,23 @@ class EngineThread:
         updates = []
         for delta in deltas:
             live = self._live.get(delta.request.id)
-            if live is not None:  # else its reader has gone
+            if live is None:  # its reader has gone
+                continue
+            self._observe(live, delta)
+            if delta.finished or not (live.ticket.whole and live.num_tokens):
                 updates.append((live.ticket, self._update(live, delta)))
         if updates:
             self._soon(_deliver, updates)
+
+    def _observe(self, live: _Live, delta: Delta) -> None:
+        if delta.token_ids:
+            now = time.monotonic()
+            since_last = None if live.last_time is None else now - live.last_time
+            live.last_time = now
+            self._observer.tokens(delta.request, len(delta.token_ids), since_last)
+        if delta.finished:
+            del self._live[delta.request.id]
+            self._observer.finished(delta.request)
 
     def _update(self, live: _Live, delta: Delta) -> Update:
         # Text, tokens and logprobs as they are now: a request that is aborted may have more than its delta says, if a step
@@ -259,14 +272,6 @@ class EngineThread:
         request = delta.request
         token_ids, logprobs = request.output[live.num_tokens :], request.logprobs[live.num_tokens :]
         live.num_tokens += len(token_ids)
-        if token_ids:
-            now = time.monotonic()
-            since_last = None if live.last_time is None else now - live.last_time
-            live.last_time = now
-            self._observer.tokens(request, len(token_ids), since_last)
-        if delta.finished:
-            del self._live[request.id]
-            self._observer.finished(request)
         return Update(
             index=live.index,
             text=request.text.take() if request.text is not None else "",

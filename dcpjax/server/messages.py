@@ -24,7 +24,7 @@ _PING_SECONDS = 10.0
 
 async def messages(request: Request, body: MessagesBody, served: Served, options: ServerOptions) -> Response:
     """The whole message, or a stream of its events. Raises `ApiError` or `RequestError` for what is refused."""
-    conversation = await begin(chat_body(body), served, options, request.scope["request_id"])
+    conversation = await begin(chat_body(body), served, options, request.scope["request_id"], not body.stream)
     answer = _Answer(public_id("msg_", None, request), body.model or served.name, conversation)
     ticket = conversation.ticket
     if body.stream:

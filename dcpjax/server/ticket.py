@@ -79,8 +79,9 @@ class TicketLimits:
 class Ticket:
     """The jobs of one HTTP request, in the event loop. Iterate it for lists of updates; `close` it in any case."""
 
-    def __init__(self, thread: "Thread", num_jobs: int, name: str, limits: TicketLimits):
+    def __init__(self, thread: "Thread", num_jobs: int, name: str, whole: bool, limits: TicketLimits):
         self.name = name
+        self.whole = whole  # only the ends of jobs are of interest
         self._thread = thread
         self._left = num_jobs
         self._interval = limits.interval
