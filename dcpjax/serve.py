@@ -29,6 +29,8 @@ def main(
 ) -> int:
     """Serves until a signal; returns the exit code. `make_llm`: makes the model from the arguments of `LLM`, instead of
     the engine that the line names."""
+    # The event loop must not wait five milliseconds for the interpreter while the engine thread plans a step.
+    sys.setswitchinterval(0.0005)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every platform that is not there
     keys = [environment[name] for name in ("DCPJAX_API_KEY", "VLLM_API_KEY") if environment.get(name)]

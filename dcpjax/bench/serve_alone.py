@@ -67,7 +67,7 @@ def measure(say=lambda line: None) -> dict[str, Any]:
     with _process("-m", "dcpjax.serve", "--engine", "echo", "--port", "0", "--max-model-len", "4096") as echo:
         constant_arm = _process("-c", _CONSTANT + _SERVE)
         with constant_arm as constant:
-            plain = _chat("hm</think>Hello there", stream=False)
+            plain = _chat("Hello there", stream=False)
             rates = _in_turn({"echo": (echo, plain), "constant": (constant, plain)}, _REQUESTS)
         figures: dict[str, Any] = {"requests_per_second": rates, "requests_ratio": rates["echo"] / rates["constant"]}
         say(
@@ -119,8 +119,9 @@ def _process(*arguments: str) -> Iterator[_Arm]:
 
 
 def _chat(text: str, stream: bool, **more: Any) -> bytes:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    body = {"messages": [{"role": "user", "content": text}], "stream": stream, "tools": tools, **more}
+    """A plain question; one whose answer is streamed has tools, so that both parsers are at work."""
+    tools = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]}
+    body = {"messages": [{"role": "user", "content": text}], "stream": stream, **(tools if stream else {}), **more}
     data = json.dumps(body).encode()
     head = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     return f"POST /v1/chat/completions HTTP/1.1\r\n{head}".encode() + data
