@@ -21,7 +21,7 @@ from models.config import ModelConfig, read_config
 from models.params import Weight, declare
 from models.quantise import rows_of, to_fp8, to_nvfp4
 from models.saving import Spec, write_folder, write_json
-from models.stored import in_published, parts_of
+from models.stored import FORMATS, NVFP4, Format, in_published, parts_of, published_parts
 
 _DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 _COPIED = (
@@ -76,40 +76,32 @@ class _Tensors:
         self._makers: dict[str, Callable[[], np.ndarray]] = {}
         self._checkpoint = checkpoint
         for w in leaves(declare(cfg)):
-            quantised = quantization is not None and in_published(quantization, w, cfg)
+            named = quantization is not None and in_published(quantization, w, cfg)
             for _, name in entries(w):
                 if name not in self.specs:
-                    self._add(w, name, quantised, dtype)
+                    self._add(w, name, FORMATS[quantization] if named else None, dtype)
 
     def fetch(self, name: str) -> np.ndarray:
         value = self._makers[name]()
         self._checkpoint.release()
         return value
 
-    def _add(self, w: Weight, name: str, quantised: bool, dtype: np.dtype) -> None:
+    def _add(self, w: Weight, name: str, quantised: Format | None, dtype: np.dtype) -> None:
         shape = disk_shape(w)
-        if not quantised:
+        if quantised is None:
             self.specs[name] = np.dtype(np.float32) if w.float32 else dtype, shape
             self._makers[name] = lambda: self._wide(name, shape)
             self.kept.append(name.removesuffix(".weight"))
             return
-        out, into = shape
-        if self.quantization == "fp8":
-            names = name, f"{name}_scale_inv"
-            shapes = (out, into), (-(-out // 128), -(-into // 128))
-            kinds: tuple[Any, ...] = ml_dtypes.float8_e4m3fn, np.float32
-            narrow = to_fp8
-        else:
-            if into % 16:
-                raise CheckpointError(f"{name} {list(shape)}: NVFP4 takes columns that are a multiple of 16; use fp8")
-            names = name, f"{name}_scale", f"{name}_scale_2"
-            shapes = (out, into // 2), (out, into // 16), ()
-            kinds = np.uint8, ml_dtypes.float8_e4m3fn, np.float32
-            narrow = to_nvfp4
-        make = functools.cache(lambda: dict(zip(names, narrow(self._wide(name, shape)), strict=True)))
-        for part, part_shape, kind in zip(names, shapes, kinds, strict=True):
-            self.specs[part] = np.dtype(kind), part_shape
-            self._makers[part] = functools.partial(self._part, make, part, part == names[-1])
+        if quantised is NVFP4 and shape[1] % 16:
+            raise CheckpointError(f"{name} {list(shape)}: NVFP4 takes columns that are a multiple of 16; use fp8")
+        narrow = to_nvfp4 if quantised is NVFP4 else to_fp8
+        parts = published_parts(quantised, name).expected(shape)
+        make = functools.cache(lambda: dict(zip(parts, narrow(self._wide(name, shape)), strict=True)))
+        *_, last = parts
+        for part, (part_shape, kinds) in parts.items():
+            self.specs[part] = kinds[0], part_shape
+            self._makers[part] = functools.partial(self._part, make, part, part == last)
 
     def _part(self, make: Any, name: str, last: bool) -> np.ndarray:
         value = make()[name]

@@ -157,11 +157,22 @@ class Parts:
         out, into = shape
         rows, columns = self.form.block
         scales = (-(-out // rows), -(-into // columns))
+        # Half a byte fits no tensor.
+        width, rest = divmod(into, self.form.per_byte)
         found = {
-            self.values: ((out, into / self.form.per_byte), (self.form.values,)),
+            self.values: ((out, width + rest / self.form.per_byte if rest else width), (self.form.values,)),
             self.scales: (scales, (_E4M3,) if self.form is NVFP4 else PLAIN),
         }
         return found | ({self.factor: ((), PLAIN)} if self.factor else {})
+
+
+def published_parts(form: Format | None, name: str) -> Parts:
+    """The tensors that store the matrix `name` in published checkpoints."""
+    if form is None:
+        return Parts(None, name)
+    if form is FP8:
+        return Parts(FP8, name, f"{name}_scale_inv")
+    return Parts(NVFP4, name, f"{name}_scale", f"{name}_scale_2")
 
 
 def parts_of(tensors: Mapping[str, np.ndarray], name: str, matrix: bool) -> Parts:
@@ -170,8 +181,5 @@ def parts_of(tensors: Mapping[str, np.ndarray], name: str, matrix: bool) -> Part
     if matrix and name not in tensors and f"{stem}.weight_packed" in tensors:
         packed, scale, factor = f"{stem}.weight_packed", f"{stem}.weight_scale", f"{stem}.weight_global_scale"
         return Parts(NVFP4, packed, scale, factor, divides=True)
-    if matrix and name in tensors and tensors[name].dtype == _E4M3:
-        return Parts(FP8, name, f"{name}_scale_inv")
-    if matrix and name in tensors and tensors[name].dtype == np.uint8:
-        return Parts(NVFP4, name, f"{name}_scale", f"{name}_scale_2")
-    return Parts(None, name)
+    stored = tensors[name].dtype if matrix and name in tensors else None
+    return published_parts(FP8 if stored == _E4M3 else NVFP4 if stored == np.uint8 else None, name)

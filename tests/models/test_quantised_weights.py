@@ -20,7 +20,7 @@ from models.params import declare, is_weight
 from models.published import GLM_5_2
 from models.quantconfig import quantization_of
 from models.saving import save
-from models.stored import FORMATS, Parts, abstract, bytes_per_device, in_published, published
+from models.stored import FORMATS, abstract, bytes_per_device, in_published, published, published_parts
 from models.tensorfile import open_file
 from models.weights import load, place
 
@@ -246,8 +246,7 @@ def test_bytes_of_the_published_checkpoints(scheme, gigabytes):
     for w in leaves(declare(cfg)):
         form = FORMATS[scheme] if scheme and in_published(scheme, w, cfg) else None
         for _, name in entries(w):
-            parts = Parts(form, name, form and f"{name}_scale", f"{name}_scale_2" if form and form.factor else None)
-            for tensor, (shape, dtypes) in parts.expected(disk_shape(w)).items():
+            for tensor, (shape, dtypes) in published_parts(form, name).expected(disk_shape(w)).items():
                 plain_dtype = dtypes[0] if form or w.float32 else jnp.dtype(jnp.bfloat16)
                 sizes[tensor] = int(np.prod(shape)) * plain_dtype.itemsize
     assert len(sizes) == {"fp8": 118_629, "nvfp4": 174_785, None: 59_585}[scheme]
