@@ -302,7 +302,7 @@ def _full_layers(read: _Reader, num_layers: int) -> list[bool]:
     if bad or len(full) != num_layers or not full[0]:
         raise ConfigError(
             "config.json: the indexer pattern must name 'full' or 'shared' for each of the "
-            f"{num_layers} layers, and layer 0 must be full; got {types or pattern}"
+            f"{num_layers} layers, and layer 0 must be full; got {(types or pattern)!r}"
         )
     return full
 

@@ -95,7 +95,7 @@ def _entry(path: pathlib.Path, name: str, entry: Any) -> tuple[np.dtype, tuple[i
     except (ValueError, KeyError, TypeError):
         pass
     raise CheckpointError(
-        f"{path} is corrupt: its header's entry of {name!r} cannot be read: {str(entry)[:200]}. Known dtypes: {[*DTYPES]}"
+        f"{path} is corrupt: its header's entry of {name!r} cannot be read: {repr(entry)[:200]}. Known dtypes: {[*DTYPES]}"
     )
 
 
