@@ -12,6 +12,7 @@ import pathlib
 from dcpjax import build
 from dcpjax.build import EngineConfig
 from dcpjax.errors import ConfigError
+from dcpjax.server import rows
 from dcpjax.spec import Speculation
 from models.config import ModelConfig, from_hf
 
@@ -68,7 +69,7 @@ def render(cfg: ModelConfig) -> str:
         for case in cases:
             words = ", ".join(f"`{name}={value}`" for name, value in case.items())
             lines.append(f"| {words} | {_outcome(cfg, case)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *rows.render()]) + "\n"
 
 
 def _outcome(cfg: ModelConfig, case: dict) -> str:

@@ -1,6 +1,8 @@
 """Forms that answers must have, over HTTP: the echo engine says what it is told where the grammar lets it, with drafts."""
 
 import json
+import threading
+import time
 
 import jsonschema
 import pytest
@@ -198,3 +200,36 @@ def test_refusals_have_the_compilers_words(client, wish, param):
     response = client.post(COMPLETIONS, json={"prompt": "x", **wish})
     assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
     assert len(response.json()["error"]["message"]) < 500
+
+
+def test_tokens_by_id(client):
+    choice = complete(client, "Hi there", logprobs=0, return_tokens_as_token_ids=True, return_token_ids=True)
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
+    choice = chat(client, "Hi", logprobs=True, return_tokens_as_token_ids=True, return_token_ids=True)
+    entries = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in choice["token_ids"]]
+
+
+def test_a_long_prompt_does_not_stall_a_stream(server, client):
+    """A megabyte is tokenised beside a stream whose chunks go on coming; what is measured is the longest gap."""
+    long = {"prompt": "many words in a row, " * 50_000}
+    gaps, done = [], threading.Event()
+
+    def tokenise():
+        with server.client() as other:
+            assert other.post("/tokenize", json=long, timeout=60).json()["count"] > 100_000
+        done.set()
+
+    body = {"prompt": "on and on", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    thread = threading.Thread(target=tokenise)
+    with client.stream("POST", COMPLETIONS, json=body) as response:
+        last = None
+        for _ in response.iter_lines():
+            now = time.monotonic()
+            if last is None:
+                thread.start()
+            elif not done.is_set():
+                gaps.append(now - last)
+            last = now
+    thread.join()
+    assert len(gaps) > 20 and max(gaps) < 0.2, max(gaps)

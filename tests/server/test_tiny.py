@@ -1,5 +1,6 @@
 """The main job: `make serve`, then chats with the trained tiny model whose cache is dealt out to four ranks."""
 
+import concurrent.futures
 import os
 import pathlib
 import random
@@ -53,7 +54,7 @@ class Made:
 
 @pytest.fixture(scope="module")
 def server():
-    made = Made("--max-num-seqs", "1", "--max-num-batched-tokens", "64")
+    made = Made("--max-num-seqs", "8", "--max-num-batched-tokens", "64")
     yield made
     if made.process.poll() is None:
         os.killpg(made.process.pid, signal.SIGKILL)
@@ -129,6 +130,34 @@ def test_drafts_and_the_prefix_cache_are_at_work(client, server):
     assert details == warm.usage.completion_tokens_details and details.accepted_prediction_tokens > 0
     assert httpx.post(f"{server.url}/reset_prefix_cache").status_code == 200
     assert client.chat.completions.create(**wish).usage.prompt_tokens_details.cached_tokens == 0
+
+
+def ask(client, i: int) -> tuple[str, list[int]]:
+    """Greedy or with a seed, by turns; the text and its tokens."""
+    word = ["capital", "colour", "sum", "story", "list"][i % 5]
+    wish = {"temperature": 0} if i % 2 else {"temperature": 1, "seed": i}
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": f"Tell me about the {word} number {i}."}],
+        max_completion_tokens=24,
+        extra_body={"return_token_ids": True},
+        **wish,
+    )
+    choice = answer.choices[0]
+    return choice.message.content, choice.model_extra["token_ids"]
+
+
+def test_twenty_at_once_beside_a_long_prompt(client, server):
+    """In company, with drafts, a prefix cache and a prompt of 3,000 tokens in chunks: the texts of one at a time."""
+    alone = [ask(client, i) for i in range(20)]
+    assert len({tuple(tokens) for _, tokens in alone}) > 15, "they differ, or this shows little"
+    assert httpx.post(f"{server.url}/reset_prefix_cache").status_code == 200
+    long = {"prompt": [500 + i % 997 for i in range(3000)], "max_tokens": 2, "temperature": 0}
+    with concurrent.futures.ThreadPoolExecutor(21) as pool:
+        first = pool.submit(httpx.post, f"{server.url}/v1/completions", json=long, timeout=120)
+        together = list(pool.map(lambda i: ask(client, i), range(20)))
+        assert first.result().json()["usage"]["prompt_tokens"] == 3000
+    assert together == alone
 
 
 def test_an_interrupt_ends_it_well(server):
