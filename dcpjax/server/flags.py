@@ -33,6 +33,7 @@ JSON_FLAGS = (
     "--override-generation-config",
     "--default-chat-template-kwargs",
     "--structured-outputs-config",
+    "--kernels",
 )
 
 
@@ -87,6 +88,7 @@ def _add_devices(group: argparse._ArgumentGroup) -> None:
     add("--dcp-kv-cache-interleave-size", type=count, help="deprecated name of --cp-kv-cache-interleave-size")
     add("--dcp-comm-backend", choices=("ag_rs", "a2a", "psum"), default="ag_rs", help="how partial results meet")
     add("--dcp-index-shards", type=count, help="1 or the dcp size (default)")
+    add("--kernels", type=kernels, default="auto", metavar="auto|xla|JSON", help='{"topk":"xla"} changes auto by name')
     add("--dcp-debug", action=argparse.BooleanOptionalAction, help="a line a layer from every device; slow")
 
 
@@ -168,6 +170,10 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text[:200]!r} is not valid JSON") from None
+
+
+def kernels(text: str) -> str | dict[str, Any]:
+    return text if text in ("auto", "xla") else json_object(text)
 
 
 def count(text: str) -> int:

@@ -59,6 +59,17 @@ def test_lengths(text, value):
     assert parse(["--max-model-len", text]).llm["max_model_len"] == value
 
 
+def test_kernels_are_chosen_by_a_word_or_by_name(capsys):
+    assert parse([]).llm["kernels"] == "auto"
+    assert parse(["--kernels", "xla"]).llm["kernels"] == "xla"
+    assert parse(["--kernels", '{"topk":"xla"}', "--kernels.invariant", "true"]).llm["kernels"] == {
+        "topk": "xla", "invariant": True,
+    }  # fmt: skip
+    with pytest.raises(SystemExit):
+        parse(["--kernels", "fast"])
+    assert "'fast' is not valid JSON" in capsys.readouterr().err
+
+
 def test_dotted_json_is_laid_over_the_whole():
     whole = parse(["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 5}'])
     dotted = ["--speculative-config.method", "mtp", "--speculative_config.num_speculative_tokens=5"]
