@@ -108,7 +108,7 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
         "dtype": given.dtype,
         "kv_cache_dtype": "fp8" if given.kv_cache_dtype == "fp8_e4m3" else given.kv_cache_dtype,
         "kv_cache_memory_bytes": given.kv_cache_memory_bytes,
-        "kernels": given.kernels,
+        "kernels": given.kernels or "auto",
         "enable_prefix_caching": given.enable_prefix_caching,
         "speculative_config": speculative,
         "dcp_debug": debug if given.dcp_debug is None else given.dcp_debug,

@@ -88,7 +88,7 @@ def _add_devices(group: argparse._ArgumentGroup) -> None:
     add("--dcp-kv-cache-interleave-size", type=count, help="deprecated name of --cp-kv-cache-interleave-size")
     add("--dcp-comm-backend", choices=("ag_rs", "a2a", "psum"), default="ag_rs", help="how partial results meet")
     add("--dcp-index-shards", type=count, help="1 or the dcp size (default)")
-    add("--kernels", type=kernels, default="auto", metavar="auto|xla|JSON", help='{"topk":"xla"} changes auto by name')
+    add("--kernels", type=kernels, metavar="auto|xla|JSON", help='{"topk":"xla"} changes auto (the default) by name')
     add("--dcp-debug", action=argparse.BooleanOptionalAction, help="a line a layer from every device; slow")
 
 
