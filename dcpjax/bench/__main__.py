@@ -2,7 +2,7 @@
 
 import argparse
 
-from dcpjax.bench import cache, dispatch, kernels, load, prefix, seed_table, serve
+from dcpjax.bench import cache, dispatch, kernels, load, prefix, records, seed_table, serve
 
 
 def main() -> None:
@@ -15,6 +15,7 @@ def main() -> None:
     )
     prefix.add_arguments(commands.add_parser("prefix", help="time to the first token with 90 % of a prompt shared"))
     kernels.add_arguments(commands.add_parser("kernels", help="times of every kernel beside XLA"))
+    records.add_arguments(commands.add_parser("records", help="look-ups and selections with each kind of cache"))
     serve.add_arguments(commands.add_parser("serve", help="load on a running server; or what a server costs alone"))
     load.add_arguments(
         commands.add_parser("load", help="loading a checkpoint, beside the disk and the way to the devices")
