@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import numbers
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,10 +15,11 @@ from dcpjax.attention import AttentionOptions
 from dcpjax.cache import PagedCache, Pool, make_pool
 from dcpjax.capacity import CacheShape
 from dcpjax.collectives import check_backend
-from dcpjax.errors import ConfigError
+from dcpjax.errors import ConfigError, MemoryLimitError
 from dcpjax.kernels import Kernels
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import MeshPlan, make_plan
+from dcpjax.pallas_kernels.experts import MOST_TOKENS
 from dcpjax.runner import Limits, Runner
 from dcpjax.spec import Speculation
 from models import weights
@@ -51,7 +52,16 @@ class EngineConfig:
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
     kernels: str | dict[str, Any] | None = "auto"
+
+    @classmethod
+    def read(cls, arguments: Mapping[str, Any]) -> "EngineConfig":
+        """From arguments of `LLM`; those that are not the engine's are passed over. Raises `ConfigError`."""
+        speculation, draft_kv = Speculation.read(arguments.get("speculative_config"))
+        names = {field.name: _NAMES.get(field.name, field.name) for field in dataclasses.fields(cls)}
+        given = {field: arguments[name] for field, name in names.items() if name in arguments}
+        return cls(**given | {"speculation": speculation, "draft_kv": draft_kv})
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -60,6 +70,11 @@ class EngineConfig:
                 _check_whole(_NAMES.get(field.name, field.name), value, field.name in _AT_LEAST_ONE)
             if field.type is bool and not isinstance(value, bool):
                 raise ConfigError(f"{_NAMES.get(field.name, field.name)} must be true or false, got {value!r}")
+        if not isinstance(self.gpu_memory_utilization, numbers.Real) or not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                "gpu_memory_utilization is the share of a device's memory for weights and cache, above 0 and at most 1, "
+                f"got {self.gpu_memory_utilization!r}"
+            )
 
 
 # Names of the user's options where ours are shorter.
@@ -67,6 +82,7 @@ _NAMES = {
     "interleave": "cp_kv_cache_interleave_size",
     "debug": "dcp_debug",
     "expert_parallel": "enable_expert_parallel",
+    "backend": "dcp_comm_backend",
 }
 # Sizes that other checks divide by.
 _AT_LEAST_ONE = ("tensor_parallel_size", "decode_context_parallel_size", "interleave", "block_size")
@@ -112,13 +128,21 @@ class Resolved:
     zero_new_pages: bool
 
 
-def resolve(cfg: ModelConfig, config: EngineConfig, form_of: FormOf = all_plain) -> Resolved:
+def resolve(
+    cfg: ModelConfig,
+    config: EngineConfig,
+    form_of: FormOf = all_plain,
+    plan: MeshPlan | None = None,
+    device_bytes: int | None = None,
+) -> Resolved:
     """Checks a configuration against a model and the devices there are. Raises `ConfigError`.
 
-    `form_of` says in which format weights lie in memory.
+    `form_of` says in which format weights lie in memory. `plan`, `device_bytes`: mesh and memory of devices that are not
+    there, see `abstract_plan`.
     """
     check_backend(config.backend)
-    plan = make_plan(config.tensor_parallel_size, config.decode_context_parallel_size, config.expert_parallel)
+    if plan is None:
+        plan = make_plan(config.tensor_parallel_size, config.decode_context_parallel_size, config.expert_parallel)
     dtype = _choose_dtype(config.dtype, plan)
     shape = capacity.cache_shape(
         cfg, plan, _cache_kind(config.kv_cache_dtype, dtype), config.index_shards, config.draft_kv
@@ -138,14 +162,21 @@ def resolve(cfg: ModelConfig, config: EngineConfig, form_of: FormOf = all_plain)
             "tokens a step, its newest and the drafts. Raise it, or lower max_num_seqs"
         )
     length = _wanted_length(config.max_model_len, cfg)
+    # Asked for in any case: formats that cannot be dealt out to these devices are refused here.
+    taken = bytes_per_device(abstract(cfg, plan, dtype, form_of))
     pages = config.num_blocks
     if pages is None:
-        nbytes = config.kv_cache_memory_bytes
-        pages = capacity.num_pages(
-            shape, plan, config.block_size, seqs * length, nbytes, bytes_per_device(abstract(cfg, plan, dtype, form_of))
+        room = capacity.cache_bytes(
+            plan, config.kv_cache_memory_bytes, taken, config.gpu_memory_utilization, device_bytes
         )
-    widths = cfg.kv_rank, cfg.rope_dim, cfg.indexer.head_dim
-    kernels = Kernels.chosen(config.kernels, plan.platform, dtype, *widths, shape.latent.packed is not None)
+        if room <= 0:
+            raise MemoryLimitError(
+                f"the weights take {taken:,} bytes a device, of which gpu_memory_utilization {config.gpu_memory_utilization} "
+                f"gives them and the cache {int(room) + taken:,}: use more devices or a quantised checkpoint"
+            )
+        pages = capacity.num_pages(shape, config.block_size, seqs * length, room)
+    kernels = choose_kernels(config, cfg, plan, dtype, shape.latent.packed is not None)
+    _check_interpreted(kernels, cfg, plan, tokens)
     return Resolved(
         net=Network(cfg, plan, AttentionOptions(backend=config.backend, debug=config.debug, kernels=kernels)),
         dtype=dtype,
@@ -155,6 +186,25 @@ def resolve(cfg: ModelConfig, config: EngineConfig, form_of: FormOf = all_plain)
         speculation=spec,
         zero_new_pages=config.zero_new_pages,
     )
+
+
+def choose_kernels(config: EngineConfig, cfg: ModelConfig, plan: MeshPlan, dtype: Any, packed: bool) -> Kernels:
+    """Implementations on the mesh's platform, for plain or `packed` records. Raises `ConfigError`."""
+    widths = cfg.kv_rank, cfg.rope_dim, cfg.indexer.head_dim
+    return Kernels.chosen(config.kernels, plan.platform, dtype, *widths, packed)
+
+
+def _check_interpreted(kernels: Kernels, cfg: ModelConfig, plan: MeshPlan, tokens: int) -> None:
+    """The interpreter runs the experts' kernel alone; on GPUs another one takes what it does not serve."""
+    if kernels.experts != "interpret":
+        return
+    (inner,) = plan.sharding("expert_width").shard_shape((plan.pad(cfg.moe.width, "expert_width"),))
+    if tokens > MOST_TOKENS or inner % 16 or cfg.hidden_size % 16:
+        raise ConfigError(
+            f"kernels: experts 'interpret' serves {MOST_TOKENS} tokens a step and widths in multiples of 16; here a step has "
+            f"max_num_batched_tokens {tokens}, and a device {inner} of an expert's values and {cfg.hidden_size} between "
+            "them: use 'xla', or fewer tokens"
+        )
 
 
 def build_runner(
@@ -241,7 +291,7 @@ def _fit_length(asked: int | None, length: int, pages: int, block_size: int) -> 
     if asked is None:
         return min(length, pool)
     if asked > pool:
-        raise ConfigError(
+        raise MemoryLimitError(
             f"max_model_len {asked} does not fit the cache of {pages - 1} blocks of {block_size} tokens = {pool}: "
             "lower max_model_len or give the cache more memory"
         )

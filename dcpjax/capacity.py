@@ -5,20 +5,19 @@ import dataclasses
 import jax
 
 from dcpjax.cache import Record, index_record, latent_record
-from dcpjax.errors import ConfigError
+from dcpjax.errors import ConfigError, MemoryLimitError
 from dcpjax.mesh import MeshPlan
 from models.config import ModelConfig
 
 # What the cache may take on CPU, over all virtual devices.
 CPU_BYTES = 1 << 30
-# Of an accelerator's memory, what is left for activations and compile scratch.
-_ACCELERATOR_SHARE = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
     """Pools of one model on one mesh: how many layers of which record, and over how many ranks each is dealt out."""
 
+    kind: str
     num_layers: int
     num_index: int
     latent: Record
@@ -45,6 +44,7 @@ def cache_shape(
     if draft_kv not in ("sharded", "replicated"):
         raise ConfigError(f"speculative_config: draft_kv must be 'sharded' or 'replicated', got {draft_kv!r}")
     return CacheShape(
+        kind=kind,
         num_layers=cfg.num_layers,
         num_index=cfg.num_full_layers,
         latent=latent_record(cfg.kv_rank, cfg.rope_dim, kind),
@@ -56,27 +56,32 @@ def cache_shape(
     )
 
 
-def num_pages(
-    shape: CacheShape, plan: MeshPlan, page_tokens: int, most_tokens: int, nbytes: int | None, taken: int
-) -> int:
-    """Pages to allocate, the dummy page included: what memory holds, at most what `most_tokens` need.
+def num_pages(shape: CacheShape, page_tokens: int, most_tokens: int, per_device: float) -> int:
+    """Pages to allocate, the dummy page included: what `per_device` bytes hold, at most what `most_tokens` need.
 
-    `nbytes`: for the cache over all devices; None: 1 GiB on CPU, else 90 % of a device less the `taken` bytes of its
-    weights.
+    Raises `MemoryLimitError` when that is no page but the dummy.
     """
     per_page = shape.bytes_per_token() * page_tokens
-    per_device = nbytes / plan.num_devices if nbytes is not None else _free_bytes(plan, taken)
     fit = int(per_device // per_page)
     if fit < 2:
-        raise ConfigError(
-            f"the cache may take {per_device:.0f} bytes a device, but one page takes {per_page:.0f}: raise "
-            "kv_cache_memory_bytes or make block_size smaller"
+        raise MemoryLimitError(
+            f"the cache may take {max(0, int(per_device)):,} bytes a device, but one page takes {per_page:,.0f} and two are "
+            "needed: raise kv_cache_memory_bytes or gpu_memory_utilization, make block_size smaller, or use more devices"
         )
     return min(fit, 1 + -(-most_tokens // page_tokens))
 
 
-def _free_bytes(plan: MeshPlan, taken: int) -> float:
-    if plan.platform == "cpu":
+def cache_bytes(plan: MeshPlan, total: int | None, taken: int, share: float, device_bytes: int | None = None) -> float:
+    """Bytes that the cache may take on a device: of `total` over all devices, its part.
+
+    None: 1 GiB over all devices on CPU, elsewhere `share` of a device's memory less the `taken` bytes of its weights; the
+    rest is for activations and what the compiler needs. `device_bytes`: memory of a device (default: as it says itself).
+    """
+    if total is not None:
+        return total / plan.num_devices
+    if device_bytes is None and plan.platform == "cpu":
         return CPU_BYTES / plan.num_devices
-    devices: list[jax.Device] = list(plan.mesh.devices.flat)
-    return min(_ACCELERATOR_SHARE * d.memory_stats()["bytes_limit"] for d in devices) - taken
+    if device_bytes is None:
+        devices: list[jax.Device] = list(plan.mesh.devices.flat)
+        device_bytes = min(d.memory_stats()["bytes_limit"] for d in devices)
+    return share * device_bytes - taken

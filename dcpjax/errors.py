@@ -9,6 +9,10 @@ class ConfigError(DcpjaxError, ValueError):
     """A configuration that cannot run; raised before weights are loaded."""
 
 
+class MemoryLimitError(ConfigError):
+    """What was asked for is supported, but does not fit the memory there is."""
+
+
 class CheckpointError(DcpjaxError, ValueError):
     """A checkpoint that cannot be read; the message names the file and the tensor."""
 

@@ -59,7 +59,7 @@ class Kernels:
             return cls()
         return cls(
             sparse_mla="triton" if has_widths(kv_rank, rope_dim, packed) else "xla",
-            merge="triton",
+            merge="triton" if _is_power(kv_rank) else "xla",
             indexer="triton" if has_width(index_dim, packed) else "xla",
             topk="triton",
             # By tokens and widths, which differ from step to step: see `fitting` there.
@@ -78,7 +78,7 @@ class Kernels:
             raise ConfigError(
                 f"kernels: give 'auto', 'xla', or a mapping of {', '.join(CHOICES)}; got {choices!r:.100}"
             )
-        return cls.for_platform(*where).replaced(choices)
+        return cls.for_platform(*where).replaced(choices)._served(*where)
 
     def replaced(self, choices: Mapping[str, Any] | None) -> "Kernels":
         """With the user's choices by name. Raises `ConfigError`."""
@@ -89,7 +89,33 @@ class Kernels:
             raise ConfigError(f"kernels: {', '.join(map(str, unknown))} not known; the names are {', '.join(known)}")
         return dataclasses.replace(self, **choices)
 
+    def _served(
+        self, platform: str, dtype: Any, kv_rank: int, rope_dim: int, index_dim: int, packed: bool = False
+    ) -> "Kernels":
+        """Itself, if there are kernels for all of it: one that is missing would show when the first step is traced, with all
+        weights loaded. Raises `ConfigError`."""
+        for name in CHOICES:
+            asked = getattr(self, name)
+            if asked in ("triton", "mosaic") and platform not in ("gpu", "cuda"):
+                raise ConfigError(
+                    f"kernels: {name} {asked!r} runs on NVIDIA GPUs, these devices are {platform}; use 'xla'"
+                )
+        stored = "packed " if packed else ""
+        for name, rows, serves in (
+            ("sparse_mla", f"{stored}rows of {kv_rank} and {rope_dim} values", has_widths(kv_rank, rope_dim, packed)),
+            ("indexer", f"{stored}keys of {index_dim} values", has_width(index_dim, packed)),
+            ("merge", f"parts of {kv_rank} values", _is_power(kv_rank)),
+        ):
+            if getattr(self, name) != "xla" and not serves:
+                raise ConfigError(f"kernels: {name} {getattr(self, name)!r} does not serve {rows}; use 'xla'")
+        return self
+
     def describe(self) -> str:
         """One line for a log."""
         line = ", ".join(f"{name} {getattr(self, name)}" for name in CHOICES)
         return line + ("; sparse_mla splits at fixed places" if self.invariant else "")
+
+
+def _is_power(width: int) -> bool:
+    """Of two, as blocks in Triton are."""
+    return not width & (width - 1)

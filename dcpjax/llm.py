@@ -64,7 +64,8 @@ class LLM:
     size (default). block_size: tokens of a logical page, the same at every dcp. num_blocks: pages, block 0 included
     (default: what memory holds). max_model_len: default the smaller of the model's positions and the pool.
     max_num_seqs: requests at a time (16 on CPU, else 128). max_num_batched_tokens: tokens of a step (512 on CPU, else
-    2048). dtype: "auto" is float32 on CPU, else bfloat16. kv_cache_dtype: "auto" is the same. kernels: "auto"
+    2048). dtype: "auto" is float32 on CPU, else bfloat16. kv_cache_dtype: "auto" is the same. gpu_memory_utilization: share
+    of an accelerator's memory for weights and cache; without effect on CPU. kernels: "auto"
     (None) is what measured best on the platform, "xla" none, or implementations by name, see `Kernels`. enable_prefix_caching:
     whether whole pages of tokens that were computed before are reused. speculative_config: None, or {"method": "mtp",
     "num_speculative_tokens": k (1), "draft_kv": "sharded" or "replicated", "acceptance": "coupled" (the text is the one
@@ -96,6 +97,7 @@ class LLM:
         dtype: str = "auto",
         kv_cache_dtype: str = "auto",
         kv_cache_memory_bytes: int | None = None,
+        gpu_memory_utilization: float = 0.9,
         kernels: str | dict[str, Any] | None = "auto",
         enable_prefix_caching: bool = True,
         speculative_config: dict[str, Any] | None = None,
@@ -128,6 +130,7 @@ class LLM:
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
             kernels=kernels,
         )
         self.tokenizer = _load_tokenizer(folder, tokenizer, chat_template)

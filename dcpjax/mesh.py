@@ -10,7 +10,7 @@ import math
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dcpjax.errors import ConfigError
 
@@ -30,7 +30,7 @@ class MeshPlan:
     expert_parallel: the axis "experts" is sharded, over all devices; otherwise "expert_width" is.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     expert_parallel: bool = False
 
     @property
@@ -47,6 +47,8 @@ class MeshPlan:
 
     @property
     def platform(self) -> str:
+        if isinstance(self.mesh, AbstractMesh):
+            return self.mesh.abstract_device.platform
         return self.mesh.devices.flat[0].platform
 
     def pad(self, n: int, axis: str = "width") -> int:
@@ -79,12 +81,7 @@ def make_plan(tensor_parallel_size: int | None = None, dcp: int = 1, expert_para
 
     Raises `ConfigError` when dcp does not divide the device count or too few devices exist.
     """
-    size = dcp if tensor_parallel_size is None else tensor_parallel_size
-    if dcp < 1 or size < 1 or size % dcp:
-        raise ConfigError(
-            f"decode context parallel size {dcp} must divide tensor parallel size {size}: dcp uses the same devices, "
-            f"it adds none. Use a dcp size that divides {size}, or a larger tensor parallel size"
-        )
+    size = _check_sizes(tensor_parallel_size, dcp)
     devices = jax.devices()
     if len(devices) < size:
         raise ConfigError(
@@ -93,3 +90,24 @@ def make_plan(tensor_parallel_size: int | None = None, dcp: int = 1, expert_para
         )
     grid = np.array(devices[:size]).reshape(size // dcp, dcp)
     return MeshPlan(Mesh(grid, ALL, axis_types=(AxisType.Auto, AxisType.Auto)), expert_parallel)
+
+
+def abstract_plan(
+    tensor_parallel_size: int | None = None, dcp: int = 1, expert_parallel: bool = False, platform: str = "cuda"
+) -> MeshPlan:
+    """`make_plan` for devices that are not there: programs can be traced with it and shapes dealt out, nothing more."""
+    size = _check_sizes(tensor_parallel_size, dcp)
+    device = AbstractDevice("NVIDIA H200" if platform == "cuda" else platform, None, platform)
+    kinds = (AxisType.Auto, AxisType.Auto)
+    return MeshPlan(AbstractMesh((size // dcp, dcp), ALL, axis_types=kinds, abstract_device=device), expert_parallel)
+
+
+def _check_sizes(tensor_parallel_size: int | None, dcp: int) -> int:
+    """The number of devices. Raises `ConfigError`."""
+    size = dcp if tensor_parallel_size is None else tensor_parallel_size
+    if dcp < 1 or size < 1 or size % dcp:
+        raise ConfigError(
+            f"decode context parallel size {dcp} must divide tensor parallel size {size}: dcp uses the same devices, "
+            f"it adds none. Use a dcp size that divides {size}, or a larger tensor parallel size"
+        )
+    return size

@@ -18,6 +18,7 @@ from dcpjax.cache import PagedCache, pool_places, zero_pages
 from dcpjax.errors import ConfigError, RequestError
 from dcpjax.host.plan import RowLogprobs, StepPlan, StepResult
 from dcpjax.host.request import Request
+from dcpjax.mesh import MeshPlan
 from dcpjax.sampling import logprobs
 from dcpjax.spec import Speculation
 from dcpjax.step import MAX_STOP_IDS, StepShape
@@ -134,6 +135,18 @@ def _check_draft(cache: PagedCache, draft: PagedCache | None) -> None:
         )
 
 
+def jit_step(cache: PagedCache, draft_cache: PagedCache | None, plan: MeshPlan) -> Any:
+    """The jitted step around caches of these shardings (arrays, or their shapes)."""
+    # What goes round must come out as it went in, or the second call of a shape would compile again.
+    pools = jax.tree.map(lambda x: x.sharding, (cache, draft_cache))
+    return jax.jit(
+        steps.step,
+        static_argnames=("shape", "net", "spec"),
+        donate_argnames=("cache", "draft_cache", "state"),
+        out_shardings=(*pools, plan.sharding(), plan.sharding()),
+    )
+
+
 class Runner:
     """Owns what lives on the device and is changed by steps: the target's cache, the draft's, and the row state."""
 
@@ -149,14 +162,8 @@ class Runner:
         whole = net.plan.sharding()
         vocab = net.plan.pad(net.cfg.vocab_size)
         self.state = jax.jit(lambda: steps.empty_state(limits.max_num_seqs, vocab, spec), out_shardings=whole)()
-        # What goes round must come out as it went in, or the second call of a shape would compile again.
         pools = jax.tree.map(lambda x: x.sharding, (cache, draft_cache))
-        self._step = jax.jit(
-            steps.step,
-            static_argnames=("shape", "net", "spec"),
-            donate_argnames=("cache", "draft_cache", "state"),
-            out_shardings=(*pools, whole, whole),
-        )
+        self._step = jit_step(cache, draft_cache, net.plan)
         self._whole = whole
         self._all_allowed: dict[tuple[int, int], jax.Array] = {}  # by rows and places of a step
         self._zero_pages = (

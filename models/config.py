@@ -354,16 +354,21 @@ def _check(config: ModelConfig) -> None:
 def read_config(folder: str | pathlib.Path, overrides: dict[str, Any] | None = None) -> ModelConfig:
     """Reads `folder/config.json` (eos ids also from `generation_config.json`, which wins as in the peers)."""
     folder = pathlib.Path(folder)
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{folder} has no config.json; give a folder with a glm_moe_dsa checkpoint")
-    raw = _read_mapping(path)
+    raw = read_raw(folder)
     generation = folder / "generation_config.json"
     if generation.is_file():
         eos = _read_mapping(generation).get("eos_token_id")
         if eos is not None:
             raw["eos_token_id"] = eos
     return from_hf(raw, overrides)
+
+
+def read_raw(where: pathlib.Path) -> dict[str, Any]:
+    """The mapping in a `config.json`, or in that of a folder. Raises `ConfigError`."""
+    path = where / "config.json" if where.is_dir() else where
+    if not path.is_file():
+        raise ConfigError(f"{where} has no config.json; give a folder with a glm_moe_dsa checkpoint")
+    return _read_mapping(path)
 
 
 def _read_mapping(path: pathlib.Path) -> dict[str, Any]:

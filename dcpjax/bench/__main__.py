@@ -2,7 +2,7 @@
 
 import argparse
 
-from dcpjax.bench import cache, dispatch, kernels, load, prefix, records, seed_table, serve
+from dcpjax.bench import cache, capacity_points, dispatch, exchange, kernels, load, prefix, records, seed_table, serve
 
 
 def main() -> None:
@@ -20,6 +20,10 @@ def main() -> None:
     load.add_arguments(
         commands.add_parser("load", help="loading a checkpoint, beside the disk and the way to the devices")
     )
+    capacity_points.add_arguments(
+        commands.add_parser("capacity-points", help="cache sizes that other engines have published, and ours for them")
+    )
+    exchange.add_arguments(commands.add_parser("exchange", help="ways to bring tokens to experts on other devices"))
     args = parser.parse_args()
     args.run(args)
 

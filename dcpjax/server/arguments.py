@@ -34,13 +34,17 @@ class Settings:
 
 
 def parse(
-    argv: Sequence[str], api_keys: Sequence[str] = (), draft_kv: str | None = None, debug: bool = False
+    argv: Sequence[str],
+    api_keys: Sequence[str] = (),
+    draft_kv: str | None = None,
+    debug: bool = False,
+    program: str = "dcpjax.serve",
 ) -> Settings:
     """Reads the command line; exits with one line on standard error if it is wrong.
 
-    api_keys: used if the line gives none. draft_kv, debug: likewise, see `LLM`.
+    api_keys: used if the line gives none. draft_kv, debug: likewise, see `LLM`. program: the name errors begin with.
     """
-    parser = make_parser()
+    parser = make_parser(program)
     try:
         return _settings(_read(parser, [spelling.dashes(word) for word in argv]), tuple(api_keys), draft_kv, debug)
     except ConfigError as error:
@@ -109,6 +113,7 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
         "kv_cache_dtype": "fp8" if given.kv_cache_dtype == "fp8_e4m3" else given.kv_cache_dtype,
         "kv_cache_memory_bytes": given.kv_cache_memory_bytes,
         "kernels": given.kernels or "auto",
+        "gpu_memory_utilization": given.gpu_memory_utilization,
         "enable_prefix_caching": given.enable_prefix_caching,
         "speculative_config": speculative,
         "dcp_debug": debug if given.dcp_debug is None else given.dcp_debug,
@@ -210,6 +215,8 @@ def _check(given: argparse.Namespace, num_drafts: int) -> None:
     if tokens is not None and rows is not None and tokens < rows * (1 + num_drafts):
         drafts = f" × (1 + {num_drafts} drafts)" if num_drafts else ""
         raise ConfigError(f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {rows}{drafts}")
+    if not 0 < given.gpu_memory_utilization <= 1:
+        raise ConfigError(f"--gpu-memory-utilization must be above 0 and at most 1; got {given.gpu_memory_utilization}")
     if not 0 <= given.port < 65536:
         raise ConfigError(f"--port must be between 0 and 65535; got {given.port}")
     if given.max_logprobs < -1:

@@ -17,7 +17,6 @@ WITHOUT_MEANING = {
     "--async-scheduling": False,
     "--moe-backend": True,
     "--attention-backend": True,
-    "--gpu-memory-utilization": True,
     "--load-format": True,
     "--revision": True,
     "--distributed-executor-backend": True,
@@ -43,9 +42,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (--help lists all flags)\n")
 
 
-def make_parser() -> Parser:
+def make_parser(program: str = "dcpjax.serve") -> Parser:
     parser = Parser(
-        prog="dcpjax.serve",
+        prog=program,
         description="Serves a GLM-5.2 checkpoint over the OpenAI and Anthropic protocols.",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -97,6 +96,8 @@ def _add_cache(group: argparse._ArgumentGroup) -> None:
     add("--block-size", type=count, default=64, help="tokens of a logical page, the same at every dcp size")
     add("--num-gpu-blocks-override", type=count, help="exact number of blocks")
     add("--kv-cache-memory-bytes", type=count, help="for the cache over all devices")
+    share = {"type": float, "default": 0.9, "metavar": "SHARE"}
+    add("--gpu-memory-utilization", **share, help="of a GPU's memory, for weights and cache")
     add("--kv-cache-dtype", choices=("auto", "bfloat16", "float32", "fp8", "fp8_e4m3"), default="auto", help="records")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse equal beginnings")
     add("--prefix-caching-hash-algo", choices=("sha256",), default="sha256", help="of page contents")

@@ -20,9 +20,9 @@ from dcpjax.cache import (
     pool_spec,
     zero_pages,
 )
-from dcpjax.errors import ConfigError
+from dcpjax.errors import ConfigError, MemoryLimitError
 from dcpjax.layout import CacheLayout
-from dcpjax.mesh import make_plan
+from dcpjax.mesh import abstract_plan, make_plan
 from dcpjax.pallas_kernels.sparse_mla import sparse_mla
 from models.config import read_config
 from tests.attention.paged import (
@@ -259,13 +259,20 @@ def test_inv_20_replicated_index_costs_what_was_reported(data):
 @pytest.mark.parametrize("latent, want", [(656, 54_728), (432, 37_032), (368, 31_976)])
 def test_br_20_capacity_follows_the_record(data, latent, want):
     """Half a gibibyte over all devices, in pages of 64 tokens."""
-    shape, plan = real_shape(data, 1), make_plan(1, 1)
+    shape = real_shape(data, 1)
     shape = dataclasses.replace(shape, latent=Record(latent // 2, jnp.bfloat16))
     assert shape.bytes_per_token() == want
-    assert capacity.num_pages(shape, plan, 64, 10**9, 1 << 29, taken=0) == (1 << 29) // (64 * want)
-    assert capacity.num_pages(shape, plan, 64, 640, 1 << 29, taken=0) == 11
+    assert capacity.num_pages(shape, 64, 10**9, 1 << 29) == (1 << 29) // (64 * want)
+    assert capacity.num_pages(shape, 64, 640, 1 << 29) == 11
     dealt = real_shape(data, 4)
-    assert capacity.num_pages(dealt, make_plan(4, 4), 64, 10**9, 1 << 29, taken=0) == (1 << 27) // (64 * 13_682)
+    part = capacity.cache_bytes(make_plan(4, 4), 1 << 29, taken=0, share=0.9)
+    assert part == 1 << 27 and capacity.num_pages(dealt, 64, 10**9, part) == (1 << 27) // (64 * 13_682)
+
+
+def test_cache_takes_what_weights_leave():
+    """Of an accelerator's memory; on a CPU a gibibyte over all devices, whatever share is asked for."""
+    assert capacity.cache_bytes(abstract_plan(8, 4), None, taken=90, share=0.75, device_bytes=200) == 60
+    assert capacity.cache_bytes(make_plan(4, 2), None, taken=90, share=0.1) == 1 << 28
 
 
 def test_capacity_refuses_what_cannot_be(data):
@@ -273,15 +280,15 @@ def test_capacity_refuses_what_cannot_be(data):
         real_shape(data, 4, index_shards=2)
     with pytest.raises(ConfigError, match="draft_kv must be 'sharded' or 'replicated', got 'both'"):
         real_shape(data, 4, draft_kv="both")
-    with pytest.raises(ConfigError, match="raise kv_cache_memory_bytes or make block_size smaller"):
-        capacity.num_pages(real_shape(data, 1), make_plan(1, 1), 64, 10**9, 64 * 54_728, taken=0)
+    with pytest.raises(MemoryLimitError, match="raise kv_cache_memory_bytes or gpu_memory_utilization"):
+        capacity.num_pages(real_shape(data, 1), 64, 10**9, 64 * 54_728)
 
 
 def test_real_pools_take_the_bytes_that_were_planned():
     """The formula against arrays on devices: one device's share of target and draft pools."""
     plan, layout = make_plan(4, 4), CacheLayout(4, PAGE, 4)
     latent, index = latent_record(16, 8, "bfloat16"), index_record(16, "bfloat16")
-    shape = capacity.CacheShape(3, 2, latent, index, 4, 1, True, 4)
+    shape = capacity.CacheShape("bfloat16", 3, 2, latent, index, 4, 1, True, 4)
     alone = dataclasses.replace(layout, shards=1)
     pools = [
         make_pool(3, layout, latent, plan),

@@ -10,6 +10,7 @@ import pytest
 
 from dcpjax.attention import AttentionOptions
 from dcpjax.batch import ForwardBatch
+from dcpjax.host.plan import StepPlan
 from dcpjax.mesh import make_plan
 from dcpjax.step import StepShape
 from models import glm_moe_dsa, mtp
@@ -70,10 +71,8 @@ def step_lowered(geometry: Geometry, backend: str):
     """One whole engine step: decode rows in, sampled tokens out."""
     runner = toy.runner(CONFIG, geometry, AttentionOptions(backend), seqs=TOKENS)
     shape = StepShape(TOKENS, TOKENS, TABLE)
-    packed = np.zeros(shape.size, np.int32)
-    return runner._step.lower(
-        runner.params, runner.cache, runner.draft_cache, runner.state, packed, shape=shape, net=runner.net, spec=None
-    )
+    args, static = runner._arguments(StepPlan(rows=(), epoch=0), shape)
+    return runner._step.lower(*args, **static)
 
 
 def batch(tokens: int, rows: int) -> ForwardBatch:

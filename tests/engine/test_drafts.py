@@ -392,7 +392,7 @@ def test_br_20_capacity_follows_the_size_of_the_record(latent, want):
     shape = capacity.cache_shape(read_config(REAL), plan, "fp8")
     shape = dataclasses.replace(shape, latent=Record(latent // 2, jnp.bfloat16))
     assert 4 * shape.bytes_per_token() == want
-    pages = capacity.num_pages(shape, plan, 64, 10**9, 4 * 35 * 2**30, 0)
+    pages = capacity.num_pages(shape, 64, 10**9, 35 * 2**30)
     assert pages == 35 * 2**30 // (want // 4 * 64)
 
 

@@ -143,7 +143,7 @@ def no_weights(monkeypatch):
     def load(*args, **kwargs):
         raise AssertionError("the weights were loaded before the configuration was refused")
 
-    monkeypatch.setattr(build.weights, "load", load)
+    monkeypatch.setattr(build.weights, "place", load)
 
 
 REFUSED = [
@@ -177,7 +177,19 @@ REFUSED = [
     ({"num_blocks": 1}, "num_blocks 1 is too small"),
     ({"num_blocks": 0}, "num_blocks 0 is too small"),
     ({"num_blocks": 4}, "max_model_len 32 does not fit the cache of 3 blocks of 8 tokens = 24: lower max_model_len"),
-    ({"num_blocks": None, "kv_cache_memory_bytes": 1000}, "raise kv_cache_memory_bytes or make block_size smaller"),
+    ({"num_blocks": None, "kv_cache_memory_bytes": 1000}, "raise kv_cache_memory_bytes or gpu_memory_utilization"),
+    ({"gpu_memory_utilization": 90}, "gpu_memory_utilization is the share .* at most 1, got 90"),
+    ({"enable_expert_parallel": 1}, "enable_expert_parallel must be true or false, got 1"),
+    (
+        {"kernels": {"sparse_mla": "triton"}},
+        "sparse_mla 'triton' runs on NVIDIA GPUs, these devices are cpu; use 'xla'",
+    ),
+    ({"kernels": {"experts": "mosaic"}}, "experts 'mosaic' runs on NVIDIA GPUs"),
+    ({"kernels": {"sparse_mla": "interpret"}}, "does not serve rows of 16 and 8 values; use 'xla'"),
+    (
+        {"kernels": {"experts": "interpret"}, "max_num_batched_tokens": 65},
+        "serves 64 tokens a step and widths in multiples of 16; here a step has max_num_batched_tokens 65",
+    ),
     ({"max_model_len": 0}, "max_model_len 0 must be between 2 .* and the model's 256"),
     ({"max_model_len": 257}, "max_model_len 257 must be between"),
     ({"max_num_seqs": 0}, "max_num_seqs 0 must be at least 1"),

@@ -116,6 +116,7 @@ def test_dotted_json_is_laid_over_the_whole():
         (["--speculative-config.pin", "3"], "pin is a mean acceptance length, 1 to 2 with 1 drafts, got 3"),
         (["--speculative-config.adaptive", "1"], "adaptive must be true or false, got 1"),
         (["--speculative-config.method"], "needs a value"),
+        (["--gpu-memory-utilization", "90"], "above 0 and at most 1; got 90"),
         (["--port", "70000"], "between 0 and 65535"),
         (["--max-logprobs", "-2"], "at least -1"),
         (["--shutdown-timeout", "nan"], "at least 0"),
@@ -129,11 +130,9 @@ def test_refusals_say_what_to_change(capsys, argv, words):
 
 
 def test_flags_without_meaning_are_accepted_with_a_warning_each():
-    settings = parse(
-        ["--trust-remote-code", "--moe-backend", "auto", "--enforce_eager", "--gpu-memory-utilization=0.9"]
-    )
+    settings = parse(["--trust-remote-code", "--moe-backend", "auto", "--enforce_eager", "--swap-space=4"])
     assert sorted(line.split()[0] for line in settings.warnings) == [
-        "--enforce-eager", "--gpu-memory-utilization", "--moe-backend", "--trust-remote-code"
+        "--enforce-eager", "--moe-backend", "--swap-space", "--trust-remote-code"
     ]  # fmt: skip
     old = parse(["--dcp-kv-cache-interleave-size", "8"])
     assert old.llm["cp_kv_cache_interleave_size"] == 8 and "deprecated" in old.warnings[0]
