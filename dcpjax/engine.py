@@ -65,7 +65,8 @@ class EngineStats:
     running, waiting: requests now. page_usage: used pages over all, 0…1. steps: dispatched. step_prompt_tokens,
     step_decode_tokens: query tokens of the newest step, drafts included. preemptions, prompt_tokens (once per request,
     when its first chunk is scheduled), generated_tokens: sums. finished: requests by reason. acceptance: drafts of all
-    decode rows. prefix: what the prefix cache saved.
+    decode rows. prefix: what the prefix cache saved. seconds: sums of host time by part of a step: "plan", "dispatch",
+    "wait" for the device, "absorb".
     """
 
     running: int
@@ -80,6 +81,7 @@ class EngineStats:
     finished: dict[FinishReason, int]
     acceptance: Acceptance
     prefix: PrefixStats
+    seconds: dict[str, float]
 
 
 class EngineCore:
@@ -144,6 +146,7 @@ class EngineCore:
         self._finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0}
         self._drafts = drafts
         self._acceptance = acceptance(runner.num_drafts, (), ())
+        self._seconds = dict.fromkeys(("plan", "dispatch", "wait", "absorb"), 0.0)
 
     def add(
         self,
@@ -274,10 +277,13 @@ class EngineCore:
                 hit_rate=hits.hit_rate,
                 cached_pages=0 if prefix is None else prefix.num_cached,
             ),
+            seconds=dict(self._seconds),
         )
 
     def _dispatch(self) -> tuple[StepPlan, Pending] | None:
+        start = time.perf_counter()
         plan = self.scheduler.plan()
+        planned = self._spent("plan", start)
         if plan is None:
             return None
         now = self._clock()
@@ -287,7 +293,14 @@ class EngineCore:
                 self._prompt_tokens += len(row.request.prompt)
         decode = sum(row.num_tokens for row in plan.rows if row.tokens is None)
         self.step_tokens = (plan.num_tokens - decode, decode)
-        return plan, self._runner.dispatch(plan)
+        pending = self._runner.dispatch(plan)
+        self._spent("dispatch", planned)
+        return plan, pending
+
+    def _spent(self, part: str, since: float) -> float:
+        now = time.perf_counter()
+        self._seconds[part] += now - since
+        return now
 
     def _take_early(self) -> list[Delta]:
         early, self._early = self._early, []
@@ -306,7 +319,9 @@ class EngineCore:
         if step is None:
             return []
         plan, pending = step
+        start = time.perf_counter()
         result = pending.fetch()
+        fetched = self._spent("wait", start)
         self.scheduler.settle(plan.epoch)
         now = self._clock()
         deltas = []
@@ -341,6 +356,7 @@ class EngineCore:
         self._acceptance += acceptance(self._runner.num_drafts, verified, kept)
         if self._drafts is not None and kept:
             self._drafts.observe(verified, kept)
+        self._spent("absorb", fetched)
         return deltas
 
     def _append(self, request: Request, result: StepResult, i: int, j: int) -> None:

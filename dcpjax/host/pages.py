@@ -63,6 +63,11 @@ class PagePool:
         return self.capacity - len(self._free)
 
     @property
+    def holders(self) -> Sequence[int]:
+        """How many tables hold each page, by id; a page whose last table is given up counts until its step is read."""
+        return tuple(self._refs)
+
+    @property
     def num_retiring(self) -> int:
         """References that end once the steps in flight are read; at most so many pages come free then."""
         return self._num_retiring

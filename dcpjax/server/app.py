@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 import dcpjax
-from dcpjax.server import dev_routes, errors, text_routes
+from dcpjax.server import dev_routes, errors, live, text_routes
 from dcpjax.server.answers import JsonResponse
 from dcpjax.server.chat import chat_completions
 from dcpjax.server.completions import completions
@@ -129,6 +129,14 @@ def _add_dev(app: fastapi.FastAPI, service: Service) -> None:
     @app.get("/server_info", responses=_gives(_JSON) | _REFUSED)
     async def get_info() -> Response:
         return JsonResponse(dev_routes.info(service.served, service.options))
+
+    @app.get("/", include_in_schema=False)
+    async def get_page() -> Response:
+        return live.page()
+
+    @app.get("/live", include_in_schema=False)
+    async def get_live(request: Request) -> Response:
+        return live.feed(request, service)
 
     @app.post("/abort_requests", **_documented(AbortBody, {}))
     async def post_abort(request: Request) -> Response:

@@ -91,7 +91,7 @@ class EngineThread:
         self._wake = threading.Condition()
         self._stopping = False
         self._live: dict[str, _Live] = {}
-        self._resets: set[asyncio.Future[bool]] = set()  # of the event loop
+        self._questions: set[asyncio.Future] = set()  # of the event loop
         self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()  # of the event loop
         self._last_step = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -172,19 +172,22 @@ class EngineThread:
 
         running: they go back to the queue first. Raises `ApiError` if the engine is dead, or dies of it.
         """
+        return await self.ask(lambda engine: engine.reset_prefix_cache(running))
+
+    async def ask[T](self, question: Callable[[EngineCore], T]) -> T:
+        """The answer to a question that is put to the engine in its thread, between two steps.
+
+        Raises `ApiError` if the engine is dead, or dies of it.
+        """
         if self.dead:
             raise _death()
-        done: asyncio.Future[bool] = self.loop.create_future()
-        self._resets.add(done)
-
-        def reset() -> None:
-            self._soon(_settle, done, self._model.engine.reset_prefix_cache(running))
-
-        self._call(reset)
+        done: asyncio.Future[T] = self.loop.create_future()
+        self._questions.add(done)
+        self._call(lambda: self._soon(_settle, done, question(self._model.engine)))
         try:
             return await done
         finally:
-            self._resets.discard(done)
+            self._questions.discard(done)
 
     def _call(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -290,7 +293,7 @@ class EngineThread:
         def tell() -> None:
             for ticket in tuple(self._tickets):
                 ticket.fail(_death())
-            for reset in self._resets:
+            for reset in self._questions:
                 if not reset.done():
                     reset.set_exception(_death())
             self._on_death()

@@ -21,6 +21,7 @@ _GUARDED = (
     "/flush_cache",
     "/server_info",
     "/abort_requests",
+    "/live",
 )
 
 
