@@ -56,9 +56,11 @@ class RowState:
 class StepOutput:
     """tokens `[B, k + 1]` int32 and accepted `[B]` int32 go to the host, and drafts for the next step `[B, drafted]` int32
     where a grammar must look at them; logits `[B·(k + 1), V]` float32 stay on the
-    device, for the requests that ask for log-probabilities."""
+    device, for the requests that ask for log-probabilities, and so do the hidden states of its tokens `[T, D]`, for those
+    that ask for their prompt's."""
 
     tokens: jax.Array
     accepted: jax.Array
     drafts: jax.Array
     logits: jax.Array
+    hidden: jax.Array

@@ -6,7 +6,6 @@ started here, and none but one may call in.
 """
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
@@ -17,7 +16,8 @@ from dcpjax.host.hits import PrefixStats
 from dcpjax.host.keys import Hash, sha256
 from dcpjax.host.plan import StepPlan, StepResult
 from dcpjax.host.prefix import PrefixCache
-from dcpjax.host.request import FinishReason, Grammar, Request, SamplingParams, Text, Times, TokenLogprobs
+from dcpjax.host.request import FinishReason, Grammar, Request, SamplingParams, Text, Times
+from dcpjax.host.seeds import draw, fold
 from dcpjax.host.speculation import Acceptance, AdaptiveDrafts, acceptance
 from dcpjax.scheduler import Scheduler
 
@@ -184,7 +184,7 @@ class EngineCore:
             prompt=prompt,
             params=params,
             limit=limit,
-            seed=_draw(self._seed, first) if params.seed is None else _fold(params.seed),
+            seed=draw(self._seed, first) if params.seed is None else fold(params.seed),
             choice=choice,
             text=text,
             cache_salt=cache_salt,
@@ -330,6 +330,8 @@ class EngineCore:
             accepted = int(result.accepted[i])
             self.scheduler.absorb(row, accepted)
             request = row.request
+            if result.prompts is not None and i in result.prompts:
+                request.score_prompt(row.start, result.prompts[i])
             if not row.emit or request.status == "finished":
                 continue
             if accepted < 1:
@@ -367,7 +369,7 @@ class EngineCore:
         if request.grammar is not None:
             request.grammar.accept(token)
         if params.logprobs is not None:
-            request.logprobs.append(_token_logprobs(result, i, j, params.logprobs))
+            request.logprobs.append(result.logprobs.token(i, j, params.logprobs))
         # The device samples no end before min_tokens; one that comes all the same is a token like others.
         if len(request.output) > params.min_tokens:
             if token in self.eos_token_ids and not params.ignore_eos:
@@ -390,26 +392,3 @@ class EngineCore:
             request.text.finish()  # shows what was held back
         self._finished[reason] += 1
         del self._requests[request.id]
-
-
-def _token_logprobs(result: StepResult, i: int, j: int, n: int) -> TokenLogprobs:
-    logprobs = result.logprobs
-    end = None if n == -1 else n
-    # Copied: a view would keep the whole step's arrays for as long as the request lives.
-    return TokenLogprobs(
-        chosen=float(logprobs.chosen[i, j]),
-        rank=int(logprobs.rank[i, j]),
-        ids=logprobs.ids[i, j, :end].copy(),
-        values=logprobs.values[i, j, :end].copy(),
-    )
-
-
-def _draw(engine_seed: int, number: int) -> int:
-    """The uint32 seed of prompt `number`: the same on every host process."""
-    return int.from_bytes(hashlib.sha256(f"{engine_seed}:{number}".encode()).digest()[:4])
-
-
-def _fold(seed: int) -> int:
-    """An int64 as uint32; small ones stay as they are."""
-    seed = int(seed) % 2**64
-    return (seed ^ (seed >> 32)) % 2**32

@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from models.params import Params
 # Requests that ask for at most this many share one program; more compiles the whole vocabulary.
 FEW_LOGPROBS = 20
 ZEROED_AT_ONCE = 64
+SCORED_AT_ONCE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,18 +97,34 @@ def _powers(first: int, last: int, factor: int) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Scored:
+    """Prompt tokens of a row that are being scored, so many of `count` at once."""
+
+    row: int
+    count: int
+    parts: tuple[tuple[jax.Array, ...], ...]
+
+    def fetch(self) -> RowLogprobs:
+        joined = (np.concatenate([np.asarray(part[i]) for part in self.parts])[None, : self.count] for i in range(4))
+        chosen, values, ids, rank = joined
+        return RowLogprobs(chosen, ids, values, rank)
+
+
+@dataclasses.dataclass(frozen=True)
 class Pending:
     """A dispatched step. `fetch` waits for it; until then the host goes on."""
 
     output: StepOutput
     scores: tuple[jax.Array, ...] | None
     shows_drafts: bool = False
+    prompts: tuple["_Scored", ...] = ()
 
     def fetch(self) -> StepResult:
         tokens, accepted = np.asarray(self.output.tokens), np.asarray(self.output.accepted)
         drafts = np.asarray(self.output.drafts) if self.shows_drafts else None
+        prompts = {scored.row: scored.fetch() for scored in self.prompts} or None
         if self.scores is None:
-            return StepResult(tokens, accepted, drafts=drafts)
+            return StepResult(tokens, accepted, drafts=drafts, prompts=prompts)
         chosen, values, ids, rank = (np.asarray(x) for x in self.scores)
         form = (*tokens.shape, -1)
         return StepResult(
@@ -115,6 +132,7 @@ class Pending:
             accepted,
             RowLogprobs(chosen.reshape(form[:2]), ids.reshape(form), values.reshape(form), rank.reshape(form[:2])),
             drafts,
+            prompts,
         )
 
 
@@ -171,6 +189,7 @@ class Runner:
         )
         self._seed_vocab = jax.jit(steps.seed_vocab, donate_argnames=("state",), out_shardings=whole)
         self._logprobs = jax.jit(logprobs, static_argnames=("vocab_size", "num"))
+        self._prompt_scores = jax.jit(steps.prompt_scores, static_argnames=("net", "num"))
 
     @property
     def num_pages(self) -> int:
@@ -224,9 +243,10 @@ class Runner:
             )
         if request.grammar is not None and self.spec is not None and self.spec.pin is not None:
             raise RequestError("structured_outputs: not possible while the acceptance length is forced (pin)")
-        wanted = request.params.logprobs
-        if wanted is not None and wanted > size:
-            raise RequestError(f"logprobs: got {wanted}, the vocabulary has {size} ids; use -1 for all")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(request.params, name)
+            if wanted is not None and wanted > size:
+                raise RequestError(f"{name}: got {wanted}, the vocabulary has {size} ids; use -1 for all")
 
     def dispatch(self, plan: StepPlan) -> Pending:
         """Starts one step and returns at once."""
@@ -246,7 +266,28 @@ class Runner:
         bound = any(row.request.grammar is not None for row in plan.rows)
         for array in (output.tokens, output.accepted, *(scores or ()), *((output.drafts,) if bound else ())):
             array.copy_to_host_async()
-        return Pending(output, scores, bound)
+        return Pending(output, scores, bound, self._score_prompts(plan, output))
+
+    def _score_prompts(self, plan: StepPlan, output: StepOutput) -> tuple[_Scored, ...]:
+        """Scores the prompts that are to be; the program is compiled when one first is."""
+        scored, first = [], 0
+        for b, row in enumerate(plan.rows):
+            wanted = row.request.params.prompt_logprobs
+            if wanted is not None and row.tokens is not None:
+                after = [*row.tokens[1:], row.next_token][: max(len(row.request.prompt) - 1 - row.start, 0)]
+                if after:
+                    num = min(FEW_LOGPROBS, self.net.cfg.vocab_size)
+                    num = num if 0 <= wanted <= num else self.net.cfg.vocab_size
+                    scored.append(_Scored(b, len(after), tuple(self._score(output, first, after, num))))
+            first += row.num_tokens
+        return tuple(scored)
+
+    def _score(self, output: StepOutput, first: int, after: list[int], num: int) -> Iterator[tuple[jax.Array, ...]]:
+        for start in range(0, len(after), SCORED_AT_ONCE):
+            part = after[start : start + SCORED_AT_ONCE]
+            places, tokens = np.zeros((2, SCORED_AT_ONCE), np.int32)
+            places[: len(part)], tokens[: len(part)] = first + start + np.arange(len(part)), part
+            yield self._prompt_scores(self.params, output.hidden, places, tokens, net=self.net, num=num)
 
     def _run(self, plan: StepPlan, shape: StepShape) -> StepOutput:
         args, static = self._arguments(plan, shape)

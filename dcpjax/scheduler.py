@@ -270,6 +270,8 @@ class Scheduler:
             return False  # it needs a new page whatever it hits; said early, since the lookup would be for nothing
         known = request.num_tokens
         share = self.prefix.lookup(self._keys(request)) if self.prefix is not None else []
+        if request.params.prompt_logprobs is not None:
+            share = []  # what is not computed is not scored
         matched = len(share) * self.page_tokens
         # The first draft row of a hit has slot `matched`, so that slot's page is never a shared one.
         new = self._reach(request, known) - len(share)

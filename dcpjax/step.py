@@ -15,7 +15,7 @@ from dcpjax.batch import ForwardBatch, RowState, StepOutput
 from dcpjax.cache import PagedCache, pool_slots
 from dcpjax.host.plan import StepPlan
 from dcpjax.host.request import Request
-from dcpjax.sampling import SamplingRows, VocabState
+from dcpjax.sampling import SamplingRows, VocabState, logprobs
 from dcpjax.spec import Rows, Speculation, propose, verify
 from models import glm_moe_dsa
 from models.glm_moe_dsa import Network
@@ -170,7 +170,7 @@ def step(
                 params, draft_cache, state, batch, following, hidden, rows, accepted, shape.drafted, net, spec
             )
         state = _keep_drafts(state, rows, accepted, drafts, weights)
-    return cache, draft_cache, state, StepOutput(new, accepted, drafts, logits)
+    return cache, draft_cache, state, StepOutput(new, accepted, drafts, logits, hidden)
 
 
 def _advance(state: RowState, rows: Rows, new: jax.Array, accepted: jax.Array, credit: jax.Array) -> RowState:
@@ -302,6 +302,13 @@ def _batch(
         row_of=row_of,
         pages=pages,
     )
+
+
+def prompt_scores(
+    params: Params, hidden: jax.Array, places: jax.Array, tokens: jax.Array, net: Network, num: int
+) -> tuple[jax.Array, ...]:
+    """Log-probabilities of `tokens [N]`, each behind the step's token at `places [N]`, as `sampling.logprobs` gives them."""
+    return logprobs(glm_moe_dsa.logits(params, hidden[places], net), tokens, net.cfg.vocab_size, num)
 
 
 def seed_vocab(state: RowState, row: jax.Array, counts: jax.Array, seen: jax.Array, bias: jax.Array) -> RowState:

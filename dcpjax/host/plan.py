@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from dcpjax.host.request import Request
+from dcpjax.host.request import Request, TokenLogprobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +66,17 @@ class RowLogprobs:
     values: np.ndarray
     rank: np.ndarray
 
+    def token(self, i: int, j: int, n: int) -> TokenLogprobs:
+        """Of place j in row i, the `n` best; −1: all there are."""
+        end = None if n == -1 else n
+        # Copied: a view would keep the whole step's arrays for as long as the request lives.
+        return TokenLogprobs(
+            chosen=float(self.chosen[i, j]),
+            rank=int(self.rank[i, j]),
+            ids=self.ids[i, j, :end].copy(),
+            values=self.values[i, j, :end].copy(),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
@@ -73,10 +84,12 @@ class StepResult:
 
     tokens `[B, k+1]` int32, of which the first `accepted[i]` count; accepted `[B]` int32: 0 in a row that does not emit
     and in one that had reached its limit, else 1 … k+1. drafts `[B, j]` int32: those for the rows' next step; None unless
-    a row of the plan has a grammar.
+    a row of the plan has a grammar. prompts: by row with a chunk whose prompt is to be scored, the logprobs of the prompt
+    tokens after each of the chunk's, `[1, n]`; None if there is no such row.
     """
 
     tokens: np.ndarray
     accepted: np.ndarray
     logprobs: RowLogprobs | None = None
     drafts: np.ndarray | None = None
+    prompts: dict[int, RowLogprobs] | None = None

@@ -39,6 +39,7 @@ class SamplingParams:
     logit_bias: token id → −100…100.
     allowed_token_ids: no other ones are generated, ends of text included; None: all may be.
     logprobs: how many of the best to report per token; 0: only the chosen one; −1: the whole vocabulary; None: nothing.
+    prompt_logprobs: the same of the prompt's tokens; such a prompt takes nothing over from the prefix cache.
     """
 
     temperature: float = 1.0
@@ -58,6 +59,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
@@ -103,8 +105,10 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias", token, lambda x: x >= 0, "a map whose keys are token ids, at least 0")
             _number("logit_bias", bias, lambda x: -100 <= x <= 100, "a map whose values are between -100 and 100")
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, lambda x: x >= -1, "at least 0, or -1 (the whole vocabulary)")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is None:
+                continue
+            _integer(name, getattr(self, name), lambda x: x >= -1, "at least 0, or -1 (the whole vocabulary)")
 
     @property
     def greedy(self) -> bool:
@@ -151,6 +155,14 @@ class TokenLogprobs(NamedTuple):
     rank: int
     ids: np.ndarray
     values: np.ndarray
+
+
+class PromptScores(Protocol):
+    """Logprobs of one row's tokens, see `RowLogprobs`."""
+
+    chosen: np.ndarray
+
+    def token(self, i: int, j: int, n: int) -> TokenLogprobs: ...
 
 
 @dataclasses.dataclass
@@ -206,6 +218,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)  # of its second token and on
     metrics: Times = dataclasses.field(default_factory=Times)
     keys: PageKeys | None = None  # of its whole pages; None until they are asked for
     published: int = 0  # its first pages that others can hit
@@ -246,6 +259,12 @@ class Request:
         if stop <= num_prompt:
             return tuple(self.prompt[start:stop])
         return (*self.prompt[start:], *self.output[max(start - num_prompt, 0) : stop - num_prompt])
+
+    def score_prompt(self, start: int, scores: "PromptScores") -> None:
+        """Takes the scores of prompt tokens `start + 1` and on; once more after a pre-emption."""
+        del self.prompt_logprobs[start:]
+        count = min(scores.chosen.shape[1], len(self.prompt) - 1 - start)
+        self.prompt_logprobs += [scores.token(0, j, self.params.prompt_logprobs) for j in range(count)]
 
     def hold(self, pages: Sequence[int]) -> None:
         """Adds pages at the end."""

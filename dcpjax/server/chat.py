@@ -10,7 +10,7 @@ from starlette.responses import Response
 from dcpjax.server import wishes
 from dcpjax.server.answers import JsonResponse, public_id
 from dcpjax.server.conversation import Conversation, begin
-from dcpjax.server.logprobs import chat_entries
+from dcpjax.server.logprobs import chat_entries, prompt_entries
 from dcpjax.server.protocol import ChatBody
 from dcpjax.server.service import Served, ServerOptions
 from dcpjax.server.stream import EventStream, attended
@@ -96,6 +96,7 @@ class _Answer:
         self._fingerprint = served.system_fingerprint
         self._body = body
         self._prompt = conversation.prompt
+        self._tokenizer = served.llm.tokenizer
         self._details = options.prompt_details
         self._choices = [_Choice(body, turn, served, options.reasoning_fields) for turn in conversation.turns]
 
@@ -110,6 +111,8 @@ class _Answer:
         answer = {"object": "chat.completion", **self._head, "choices": choices, "usage": self._usage()}
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = self._prompt
+        if self._body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_entries(self._tokenizer, self._prompt, last[0].prompt_logprobs)
         return {**answer, "system_fingerprint": self._fingerprint}
 
     async def events(self, ticket: Ticket, options: wishes.StreamOptions) -> AsyncGenerator[dict]:

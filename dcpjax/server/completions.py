@@ -11,7 +11,7 @@ from starlette.responses import Response
 from dcpjax.server import wishes
 from dcpjax.server.answers import JsonResponse, off_loop, public_id
 from dcpjax.server.errors import ApiError
-from dcpjax.server.logprobs import CompletionLogprobs
+from dcpjax.server.logprobs import CompletionLogprobs, prompt_entries
 from dcpjax.server.protocol import CompletionBody
 from dcpjax.server.service import Served, ServerOptions
 from dcpjax.server.stream import EventStream, attended
@@ -39,6 +39,8 @@ async def completions(request: Request, body: CompletionBody, served: Served, op
     max_tokens = body.max_tokens or wishes.default_max_tokens(served) or _MAX_TOKENS
     prompts = await off_loop(_text_size(body.prompt), _prompts, body, served)
     params = wishes.sampling_params(body, served, max_tokens=max_tokens, logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+        params = dataclasses.replace(params, prompt_logprobs=body.logprobs)
     if len(prompts) * params.n > _MAX_CHOICES:
         raise ApiError(400, f"prompt: {len(prompts)} prompts × n = {params.n} are over {_MAX_CHOICES}", "prompt")
     for prompt in prompts:
@@ -67,8 +69,7 @@ def _refuse(body: CompletionBody, options: ServerOptions) -> None:
         raise ApiError(400, "best_of: must not be greater than n", "best_of")
     if body.logprobs is not None:
         wishes.check_logprobs(body.logprobs, options.max_logprobs, "logprobs")
-        if body.echo:
-            raise ApiError(400, "echo: not supported together with logprobs", "echo")
+    wishes.check_prompt_logprobs(body, options.max_logprobs)
 
 
 def _prompts(body: CompletionBody, served: Served) -> list[_Prompt]:
@@ -105,10 +106,10 @@ class _Choice:
         self.prediction = Prediction()
         self.opened = False  # its first chunk is out
         self._logprobs = None
+        self._echo = bool(body.echo)
         if body.logprobs is not None:
-            self._logprobs = CompletionLogprobs(
-                served.llm.tokenizer, len(prompt.text), bool(body.return_tokens_as_token_ids)
-            )
+            as_ids = bool(body.return_tokens_as_token_ids)
+            self._logprobs = CompletionLogprobs(served.llm.tokenizer, 0, as_ids)
         self._held: Update | None = None  # brought tokens, but no text yet
 
     def take(self, update: Update) -> Update | None:
@@ -124,9 +125,12 @@ class _Choice:
 
     def part(self, update: Update) -> dict[str, Any]:
         """The fields of a choice that grow."""
-        text = update.text if self.opened else self.prompt.text + update.text
+        text, ids, logprobs = update.text, update.token_ids, update.logprobs
+        if not self.opened and self._echo:
+            text = self.prompt.text + text
+            ids, logprobs = [*self.prompt.token_ids, *ids], [None, *update.prompt_logprobs, *logprobs]
         self.opened = True
-        lists = None if self._logprobs is None else self._logprobs.lists(update.token_ids, update.logprobs)
+        lists = None if self._logprobs is None else self._logprobs.lists(ids, logprobs)
         return {"text": text, "logprobs": lists}
 
 
@@ -144,6 +148,7 @@ class _Answer:
         self._body = body
         self._n = body.n or 1
         self._details = options.prompt_details
+        self._tokenizer = served.llm.tokenizer
         self._choices = [_Choice(prompt, body, served) for prompt in prompts for _ in range(self._n)]
 
     async def whole(self, ticket: Ticket) -> dict[str, Any]:
@@ -160,6 +165,9 @@ class _Answer:
             choice = self._choice(index, sums[index])
             if self._body.return_token_ids:
                 choice["prompt_token_ids"] = state.prompt.token_ids
+            if self._body.prompt_logprobs is not None:
+                scores = sums[index].prompt_logprobs
+                choice["prompt_logprobs"] = prompt_entries(self._tokenizer, state.prompt.token_ids, scores)
             choices.append(choice)
         return {**self._head, "choices": choices, "usage": self._usage()}
 

@@ -31,6 +31,7 @@ async def begin(body: ChatBody, served: Served, options: ServerOptions, name: st
     served.check_model(body.model)
     _refuse(body)
     logprobs = _logprobs(body, options)
+    wishes.check_prompt_logprobs(body, options.max_logprobs)
     max_tokens = body.max_completion_tokens or body.max_tokens
     prompt = await off_loop(text_size(body), render_chat, body, served, options)
     ids = wishes.truncate(prompt.token_ids, body)

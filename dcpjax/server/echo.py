@@ -67,7 +67,13 @@ class EchoRunner:
             tokens[i, : len(new)], accepted[i] = new, len(new)
             row.length, row.said = row.length + len(new), row.said + len(new)
         wanted = any(planned.request.params.logprobs is not None for planned in plan.rows)
-        return _Done(StepResult(tokens, accepted, _logprobs(tokens, self._vocab_size) if wanted else None))
+        prompts = {
+            i: _logprobs(np.array([[*planned.tokens[1:], planned.next_token]]), self._vocab_size)
+            for i, planned in enumerate(plan.rows)
+            if planned.tokens is not None and planned.request.params.prompt_logprobs is not None
+        }
+        logprobs = _logprobs(tokens, self._vocab_size) if wanted else None
+        return _Done(StepResult(tokens, accepted, logprobs, prompts=prompts or None))
 
 
 @dataclasses.dataclass

@@ -284,6 +284,7 @@ class EngineThread:
             prediction=Prediction(request.accepted_drafts, request.verified_drafts - request.accepted_drafts),
             finish_reason=request.finish_reason if delta.finished else None,
             stop_reason=request.stop_reason if delta.finished else None,
+            prompt_logprobs=request.prompt_logprobs,
         )
 
     def _die(self) -> None:

@@ -28,6 +28,23 @@ def chat_entries(
     ]
 
 
+def prompt_entries(
+    tokenizer: Tokenizer | None, prompt: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> list[dict[str, dict] | None]:
+    """One for each prompt token, by token id; the first has none, since nothing stands before it."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+
+    entries: list[dict[str, dict] | None] = [None]
+    for token, best in zip(prompt[1:], logprobs, strict=True):
+        pairs = zip(best.ids.tolist(), best.values.tolist(), strict=True)
+        ranked = {str(other): entry(other, value, rank) for rank, (other, value) in enumerate(pairs, 1)}
+        entries.append({str(token): entry(token, best.chosen, best.rank), **ranked})
+    return entries
+
+
 class CompletionLogprobs:
     """Parallel lists; `offset` is where the next token's text starts in the choice's text."""
 
@@ -36,22 +53,25 @@ class CompletionLogprobs:
         self._as_ids = as_ids or tokenizer is None
         self._offset = offset
 
-    def lists(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, list]:
-        """Of the next tokens."""
+    def lists(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, list]:
+        """Of the next tokens; None for one that nothing stands before."""
         tokens = [self._name(token) for token in token_ids]
         offsets = []
         for token, name in zip(token_ids, tokens, strict=True):
             offsets.append(self._offset)
             self._offset += len(name if self._tokenizer is None else self._text(token))
-        top = []
+        top: list[dict[str, float] | None] = []
         for token, best in zip(token_ids, logprobs, strict=True):
+            if best is None:
+                top.append(None)
+                continue
             named: dict[str, float] = {}
             for other, value in _top(token, best, always=True):
                 named.setdefault(self._name(other), _finite(value))  # of equal texts the likelier
             top.append(named)
         return {
             "tokens": tokens,
-            "token_logprobs": [_finite(best.chosen) for best in logprobs],
+            "token_logprobs": [None if best is None else _finite(best.chosen) for best in logprobs],
             "top_logprobs": top,
             "text_offset": offsets,
         }

@@ -57,9 +57,8 @@ class SamplingBody(Body):
     cache_salt: str | None = Field(None, min_length=1)
     no_store: bool | None = None
     priority: int | None = None
-    # Known, and refused rather than ignored: they would change the meaning of the answer.
-    use_beam_search: bool | None = None
-    prompt_logprobs: int | None = None
+    use_beam_search: bool | None = None  # known, and refused rather than ignored
+    prompt_logprobs: int | None = Field(None, ge=-1)
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
     response_format: dict[str, Any] | None = None

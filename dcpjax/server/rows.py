@@ -59,7 +59,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("`ignore_eos`, `min_tokens`", "completions::test_min_tokens_and_ignore_eos"),
         Row("`logprobs`, `top_logprobs` (chat)", "chat::test_logprobs_have_the_tokens_own_bytes"),
         Row("`logprobs` (completions)", "completions::test_logprobs_are_parallel_lists"),
-        Row("`prompt_logprobs`; `echo` with `logprobs`", "400, named"),
+        Row("`prompt_logprobs`; `echo` with `logprobs`", "completions::test_prompts_have_logprobs_too"),
         Row("`echo`", "completions::test_echo_gives_the_prompt_first"),
         Row("`response_format`, `structured_outputs`, `guided_*`", "structure::test_text_that_fits_is_not_changed"),
         Row("`tools`, `tool_choice: auto`", "clients::test_a_tool_loop_of_three_turns"),

@@ -6,7 +6,7 @@ the engine never waits for a client.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
 from dcpjax.host.request import FinishReason, Grammar, SamplingParams, TokenLogprobs
@@ -46,6 +46,7 @@ class Update(NamedTuple):
     prediction: Prediction
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt's second token and on; all of them
 
     def then(self, later: "Update") -> "Update":
         """Both as one."""

@@ -23,15 +23,13 @@ _SAME = (
     "frequency_penalty",
     "seed",
     "allowed_token_ids",
+    "prompt_logprobs",
     "stop",
     "stop_token_ids",
     "ignore_eos",
     "skip_special_tokens",
     "include_stop_str_in_output",
 )
-
-# Asking for these without getting them would change the meaning of the answer.
-_NOT_YET = ("prompt_logprobs",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +41,6 @@ class StreamOptions:
 
 def refuse_unsupported(body: SamplingBody) -> None:
     """Raises `ApiError` for fields that change the answer and cannot be honoured."""
-    for field in _NOT_YET:
-        if getattr(body, field) is not None:
-            raise ApiError(400, f"{field}: not supported; leave it out", field)
     if body.use_beam_search:
         raise ApiError(400, "use_beam_search: not supported; leave it out", "use_beam_search")
     if body.priority:
@@ -95,6 +90,15 @@ def check_logprobs(wanted: int, most: int, param: str) -> None:
     """Raises `ApiError` if more logprobs are wanted than the server gives; −1 is the whole vocabulary."""
     if most != -1 and not 0 <= wanted <= most:
         raise ApiError(400, f"{param}: got {wanted}, this server gives 0 to {most} (--max-logprobs)", param)
+
+
+def check_prompt_logprobs(body: SamplingBody, most: int) -> None:
+    """Raises `ApiError` if more of the prompt's logprobs are wanted than the server gives, or in a stream."""
+    if body.prompt_logprobs is None:
+        return
+    check_logprobs(body.prompt_logprobs, most, "prompt_logprobs")
+    if body.stream:
+        raise ApiError(400, "prompt_logprobs: not possible with stream = true", "prompt_logprobs")
 
 
 def check_prompt(prompt: list[int], max_tokens: int | None, served: Served, param: str) -> None:

@@ -106,7 +106,12 @@ class Reciter:
                 new = [self._next(row.request) for _ in range(1 if row.tokens is not None else self._width)]
                 new = [token for token in new if token is not None]
                 tokens[i, : len(new)], accepted[i] = new, len(new)
-        return _Pending(StepResult(tokens, accepted, _logprobs(tokens)), self._delay)
+        prompts = {
+            i: _logprobs(np.array([[*row.tokens[1:], row.next_token]]))
+            for i, row in enumerate(plan.rows)
+            if row.tokens is not None and row.request.params.prompt_logprobs is not None
+        }
+        return _Pending(StepResult(tokens, accepted, _logprobs(tokens), prompts=prompts or None), self._delay)
 
     def _next(self, request: Request) -> int | None:
         row = self._rows[request.id]

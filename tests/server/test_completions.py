@@ -190,3 +190,36 @@ def test_ids_carry_the_clients_own_suffix(client):
     assert post(client, request_id="mine")["id"] == "cmpl-mine"
     response = client.post(PATH, json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": "header"})
     assert response.json()["id"] == "cmpl-header"
+
+
+def test_prompts_have_logprobs_too(client):
+    """Of every token but the first, computed anew even if the prompt is cached."""
+    prompt = "one two three four five six seven"
+    ids = TOKENIZER.encode(prompt)
+    names = [TOKENIZER.decode([token]) for token in ids]
+    for _ in range(2):
+        answer = post(client, prompt=prompt, prompt_logprobs=2, max_tokens=1, n=2)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        for choice in answer["choices"]:
+            first, *rest = choice["prompt_logprobs"]
+            assert first is None and len(rest) == len(ids) - 1
+            for token, entry in zip(ids[1:], rest, strict=True):
+                assert entry[str(token)]["logprob"] == -0.25 and entry[str(token)]["rank"] == 1
+                assert entry["1"] == {"logprob": -2.0, "rank": 2, "decoded_token": TOKENIZER.decode([1], False)}
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 3}
+    lists = post(client, **body)["choices"][0]["logprobs"]
+    assert lists["tokens"][: len(ids)] == names and len(lists["tokens"]) == len(ids) + 3
+    assert lists["token_logprobs"] == [None, *[-0.25] * (len(ids) + 2)] and lists["top_logprobs"][0] is None
+    assert lists["text_offset"][len(ids)] == len(prompt)
+    parts = joined(stream(client, **body))[0]["lists"]
+    assert [item for part in parts for item in part["token_logprobs"]] == lists["token_logprobs"]
+    chat = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "prompt_logprobs": 0,
+        "max_tokens": 1,
+        "return_token_ids": True,
+    }
+    answer = client.post("/v1/chat/completions", json=chat).json()
+    assert [next(iter(entry)) for entry in answer["prompt_logprobs"][1:]] == [
+        str(i) for i in answer["prompt_token_ids"][1:]
+    ]

@@ -30,7 +30,7 @@ SHARED = [
     ("stop", ["a"] * 17), ("stop", 5), ("stop_token_ids", [-1]), ("stop_token_ids", [99999]),
     ("stop_token_ids", list(range(31))), ("max_tokens", 0), ("max_tokens", "5"), ("min_tokens", -1), ("stream", "yes"),
     ("stream_options", {"include_usage": True}), ("cache_salt", ""), ("priority", 3), ("use_beam_search", True),
-    ("prompt_logprobs", 1), ("bad_words", [""]), ("allowed_token_ids", [99999]), ("allowed_token_ids", []),
+    ("prompt_logprobs", 21), ("prompt_logprobs", -2), ("bad_words", [""]), ("allowed_token_ids", [99999]), ("allowed_token_ids", []),
     ("guided_json", "{"), ("structured_outputs", {"rex": "a"}), ("response_format", {"type": "xml"}), ("model", 5),
 ]  # fmt: skip
 
@@ -111,7 +111,7 @@ def test_chat_bodies(client, body, param):
         ({"prompt": "x", "best_of": 2}, "best_of"),
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
         ({"prompt": "x", "logprobs": True}, "logprobs"),
-        ({"prompt": "x", "logprobs": 1, "echo": True}, "echo"),
+        ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],
 )
 def test_completion_bodies(client, body, param):
