@@ -6,11 +6,12 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dcpjax.explanation import explain_plan
     from dcpjax.host.request import SamplingParams
     from dcpjax.llm import LLM, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__", "explain_plan"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from dcpjax import llm
 
         return getattr(llm, name)
+    if name == "explain_plan":
+        from dcpjax.explanation import explain_plan
+
+        return explain_plan
     raise AttributeError(f"module 'dcpjax' has no attribute {name!r}")

@@ -14,6 +14,7 @@ from dcpjax import build, hub
 from dcpjax.describe import describe
 from dcpjax.engine import EngineCore
 from dcpjax.errors import CacheFullError, ConfigError, RequestError
+from dcpjax.explanation import plan_of
 from dcpjax.host.request import Grammar, Request, SamplingParams, Times, TokenLogprobs
 from dcpjax.host.speculation import AcceptanceAlarm, AdaptiveDrafts
 from dcpjax.interrupts import interrupts_held
@@ -160,6 +161,11 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         return self.runner.max_model_len
+
+    @property
+    def plan(self) -> build.Resolved:
+        """The configuration as it runs; `dcpjax.explain_plan` tells what it means."""
+        return plan_of(self.runner)
 
     @property
     def params(self) -> Params:

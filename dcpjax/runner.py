@@ -212,6 +212,10 @@ class Runner:
         return self.limits.max_num_batched_tokens
 
     @property
+    def zeroes_new_pages(self) -> bool:
+        return self._zero_pages is not None
+
+    @property
     def num_drafts(self) -> int:
         return 0 if self.spec is None else self.spec.num_drafts
 

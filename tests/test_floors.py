@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # A name stands for the module and, for a package, for everything in it.
 FLOORS = {
-    0: ("dcpjax.errors", "dcpjax.layout", "dcpjax.mesh", "dcpjax.quant"),
+    0: ("dcpjax.errors", "dcpjax.layout", "dcpjax.mesh", "dcpjax.picture", "dcpjax.quant"),
     1: ("dcpjax.host", "dcpjax.pallas_kernels", "dcpjax.text", "dcpjax.typed", "dcpjax.grammar"),
     2: ("dcpjax.batch", "dcpjax.cache", "dcpjax.collectives", "dcpjax.kernels", "dcpjax.sampling"),
     3: ("dcpjax.attention", "dcpjax.moe"),
@@ -24,6 +24,7 @@ FLOORS = {
     5: (
         "dcpjax.build",
         "dcpjax.capacity",
+        "dcpjax.explanation",
         "dcpjax.footprint",
         "dcpjax.forecast",
         "dcpjax.liveness",
@@ -39,6 +40,7 @@ FLOORS = {
         "dcpjax.bench",
         "dcpjax.convert",
         "dcpjax.describe",
+        "dcpjax.explain",
         "dcpjax.hub",
         "dcpjax.interrupts",
         "dcpjax.llm",
