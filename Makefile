@@ -7,13 +7,14 @@
 #   make test-matrix    full products of settings (long)
 #   make test-gpu       kernels, engines and attention on this machine's GPUs; needs PYTHON=… with a JAX that sees them
 #   make soak           five minutes of clients that misbehave
+#   make pictures       draws the pictures of docs/ again
 #   make lint           formatting and lint alone
 #   make clean          removes .venv and caches
 #
 # PYTHON=… names the Python to use; EXTRAS=test,cuda13 installs for NVIDIA GPUs.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-matrix soak test-gpu lint clean
+.PHONY: help setup serve test test-matrix soak test-gpu pictures lint clean
 
 EXTRAS ?= test
 ARGS ?=
@@ -51,6 +52,9 @@ test-matrix: setup
 test-gpu:
 	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 	$(PYTHON) -m pytest --on-gpu $(PYTEST_ARGS) $(patsubst %,tests/attention/test_%.py,attend select select_kernels merge decision_4)
+
+pictures: setup
+	PYTHONPATH=. $(python) scripts/pictures.py
 
 clean:
 	rm -rf .venv .cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
