@@ -39,6 +39,7 @@ class Record:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of one token in one layer."""
         return self.width * jnp.dtype(self.dtype).itemsize
 
     def pack(self, values: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ BACKENDS = ("ag_rs", "a2a", "psum")
 
 
 def check_backend(name: str) -> str:
+    """The name itself, if it is one of `BACKENDS`. Raises `ConfigError`."""
     if name not in BACKENDS:
         raise ConfigError(f"dcp comm backend {name!r} is not known; use one of {list(BACKENDS)}")
     return name

@@ -155,6 +155,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Converts as the command line says. 0, or 2 with one line on standard error."""
     parser = _Parser(prog="dcpjax.convert", description=convert.__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", type=pathlib.Path, required=True, help="a checkpoint folder, plain or quantised")
     parser.add_argument("--quantization", choices=("fp8", "nvfp4", "none"), required=True)

@@ -1,9 +1,6 @@
 """What a configuration means: which rank owns which token, what that takes, what crosses devices. Text and SVG.
 
-    >>> from dcpjax import explain_plan
-    >>> print(explain_plan(llm.plan))  # doctest: +SKIP
-
-In a notebook the value of `explain_plan(llm.plan)` shows itself as a picture.
+In a notebook the value of `explain_plan(llm.plan)` shows itself as a picture; `print` shows the text.
 """
 
 import dataclasses

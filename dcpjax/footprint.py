@@ -69,6 +69,7 @@ def cache_rows(
 
 
 def tokens_in(bytes_per_token: float, page_tokens: int, room: float) -> int:
+    """Tokens of the whole pages that `room` bytes of a device hold, the dummy page not counted."""
     return max(0, int(room // (bytes_per_token * page_tokens)) - 1) * page_tokens
 
 

@@ -13,7 +13,16 @@ from dcpjax.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """Geometry of one pool. `shards` is 1 (every rank holds all rows) or the mesh's dcp size. Static, hashable."""
+    """Geometry of one pool. `shards` is 1 (every rank holds all rows) or the mesh's dcp size. Static, hashable.
+
+    Raises `ConfigError` where a page is no whole number of turns.
+
+    >>> layout = CacheLayout(num_pages=2, page_tokens=16, shards=4)
+    >>> [layout.owner(slot) for slot in range(6)], layout.row(5)
+    ([0, 1, 2, 3, 0, 1], 1)
+    >>> layout.slot(row=1, rank=1), layout.local_len(6, rank=1), layout.local_len(6, rank=2)
+    (5, 2, 1)
+    """
 
     num_pages: int
     page_tokens: int
@@ -37,6 +46,7 @@ class CacheLayout:
 
     @property
     def num_slots(self) -> int:
+        """Slots of the whole pool, over all ranks."""
         return self.num_pages * self.page_tokens
 
     @property

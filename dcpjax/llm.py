@@ -156,10 +156,12 @@ class LLM:
 
     @property
     def config(self) -> ModelConfig:
+        """What the network is, from `config.json` and the overrides."""
         return self.runner.net.cfg
 
     @property
     def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer together, at most."""
         return self.runner.max_model_len
 
     @property

@@ -35,18 +35,22 @@ class MeshPlan:
 
     @property
     def tp(self) -> int:
+        """Groups of dcp ranks; all of them hold the same rows."""
         return self.mesh.shape["tp"]
 
     @property
     def dcp(self) -> int:
+        """Ranks that deal the tokens out among themselves."""
         return self.mesh.shape["dcp"]
 
     @property
     def num_devices(self) -> int:
+        """Devices of the mesh, tp × dcp."""
         return self.tp * self.dcp
 
     @property
     def platform(self) -> str:
+        """What they are: "cpu", "gpu" or "cuda"."""
         if isinstance(self.mesh, AbstractMesh):
             return self.mesh.abstract_device.platform
         return self.mesh.devices.flat[0].platform
@@ -64,6 +68,7 @@ class MeshPlan:
         return PartitionSpec(*(self._mesh_axes(axis) if axis else None for axis in axes))
 
     def sharding(self, *axes: str | None) -> NamedSharding:
+        """`spec` on this mesh."""
         return NamedSharding(self.mesh, self.spec(*axes))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:

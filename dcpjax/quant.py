@@ -74,6 +74,7 @@ def plain(tree: Any, dtype: Any) -> Any:
 
 
 def is_quantised(x: Any) -> bool:
+    """Whether `x` is a quantised matrix and not a plain array."""
     return isinstance(x, QArray)
 
 

@@ -180,6 +180,7 @@ def outcome(raw: Mapping[str, Any], case: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
+    """Prints the page."""
     parser = argparse.ArgumentParser(prog="python -m dcpjax.support", description=__doc__)
     parser.add_argument("config", type=pathlib.Path, help="config.json of GLM-5.2")
     args = parser.parse_args()

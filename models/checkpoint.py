@@ -114,6 +114,7 @@ def disk_shape(w: Weight) -> tuple[int, ...]:
 
 
 def leaves(tree: Params) -> list[Weight]:
+    """The declared weights of a tree, in its order."""
     return jax.tree.leaves(tree, is_leaf=is_weight)
 
 

@@ -100,11 +100,13 @@ def product(spec: str, x: jax.Array, w: jax.Array, dtype: Any = None) -> jax.Arr
 
 
 def rms_norm(x: jax.Array, w: jax.Array, eps: float) -> jax.Array:
+    """`x […, D]` over its root mean square, times `w [D]`; computed in float32 or wider, in x's dtype."""
     v = x.astype(wide(x.dtype))
     return (v * jax.lax.rsqrt(jnp.mean(v * v, -1, keepdims=True) + eps)).astype(x.dtype) * w
 
 
 def layer_norm(x: jax.Array, w: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """`x […, D]` less its mean, over its deviation, times `w [D]`, plus `bias [D]`; in x's dtype."""
     v = x.astype(wide(x.dtype))
     v = v - jnp.mean(v, -1, keepdims=True)
     return (v * jax.lax.rsqrt(jnp.mean(v * v, -1, keepdims=True) + eps)).astype(x.dtype) * w + bias
@@ -193,6 +195,7 @@ def select(scores: jax.Array, visible: jax.Array, positions: jax.Array, topk: in
 
 
 def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """`x [S, D]` → `[S, D]` through `gate` and `up` `[F, D]` and `down [D, F]`."""
     return product("sf,df->sd", jax.nn.silu(product("sd,fd->sf", x, gate)) * product("sd,fd->sf", x, up), down)
 
 

@@ -273,6 +273,7 @@ def _moe(cfg: ModelConfig, pad: Callable[..., int], at: tuple[int, ...]) -> Moe:
 
 
 def is_weight(x: Any) -> bool:
+    """Whether `x` is a declared weight: where walks through a declaration stop."""
     return isinstance(x, Weight)
 
 

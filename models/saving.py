@@ -140,4 +140,5 @@ def _cut(specs: Mapping[str, Spec], file_bytes: int) -> list[dict[str, Spec]]:
 
 
 def write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
+    """Writes `value`, indented, with a newline at its end."""
     path.write_text(json.dumps(value, indent=2) + "\n")

@@ -50,7 +50,7 @@ FormOf = Callable[[Weight], Format | None]
 
 
 def all_plain(w: Weight) -> None:
-    return None
+    """The `FormOf` of checkpoints without quantised weights: none, for every one."""
 
 
 def published(name: str | None, cfg: ModelConfig) -> FormOf:

@@ -6,6 +6,7 @@ from dcpjax.bench import cache, capacity_points, dispatch, exchange, kernels, lo
 
 
 def main() -> None:
+    """Runs the benchmark that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m dcpjax.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     dispatch.add_arguments(commands.add_parser("dispatch", help="host time of one jitted step, by number of arrays"))

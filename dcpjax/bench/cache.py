@@ -39,6 +39,7 @@ class Prompt(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's arguments, and what runs it."""
     parser.add_argument("--trace", type=pathlib.Path, required=True, help="prompts in Mooncake's format")
     parser.add_argument("--pool-tokens", type=int, help="tokens of the pool; without: endless, no page is lost")
     parser.add_argument("--block-size", type=int, default=BLOCK, help="tokens of a page")

@@ -75,4 +75,5 @@ def table() -> Iterator[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's arguments, and what runs it."""
     parser.set_defaults(run=lambda _: print("\n".join(table())))

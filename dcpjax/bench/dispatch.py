@@ -29,6 +29,7 @@ CALLS, ROUNDS = 100, 7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's arguments, and what runs it."""
     parser.add_argument("--config", type=pathlib.Path, required=True, help="config.json of the real model")
     parser.add_argument("--tensor-parallel-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")

@@ -95,6 +95,7 @@ def arms(args: tuple[np.ndarray, ...], devices: int) -> dict[str, Callable[[], A
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's arguments, and what runs it."""
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
     parser.set_defaults(run=run)
 

@@ -18,6 +18,7 @@ PARTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's arguments, and what runs it."""
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run, all by default")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
     parser.set_defaults(run=run)

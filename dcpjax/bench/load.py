@@ -31,6 +31,7 @@ _PIECE = 1 << 26
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's arguments, and what runs it."""
     parser.add_argument("folder", type=pathlib.Path, help="a checkpoint; written if it is not there")
     parser.add_argument("--quantization", choices=("fp8", "nvfp4", "none"), default="fp8", help="of what is written")
     parser.add_argument("--config", type=pathlib.Path, help="config.json of what is written (default: six layers)")
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Writes the checkpoint if it is not there, loads it, and prints the figures."""
     build.start_devices(args.tensor_parallel_size, 1)
     if not args.folder.exists():
         raw = synthetic.FEW_LAYERS if args.config is None else json.loads(args.config.read_text())

@@ -39,6 +39,7 @@ QUICK = Sizes(prompt=112, shared=96, drafts=(0, 2), rounds=1, block=16)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's arguments, and what runs it."""
     arms.add_arguments(parser, run)
 
 

@@ -20,6 +20,7 @@ KINDS = ("float32", "bfloat16", "fp8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's arguments, and what runs it."""
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048], help="tokens of a prompt, about")
     parser.add_argument("--count", type=int, default=100, help="look-ups of each length")
     parser.add_argument("--traced", type=int, default=4, help="prompts of each length whose selections are compared")
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Measures, and prints a line for each kind and length."""
     rows = measure(args.lengths, args.count, args.traced, args.dcp)
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))

@@ -30,6 +30,7 @@ COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's arguments, and what runs it."""
     arms.add_arguments(parser, run)
 
 

@@ -48,6 +48,7 @@ class Answer:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds this benchmark's arguments, and what runs it."""
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="of the server")
     add("--concurrency", default="1,4,16", help="requests at a time, one measurement each")

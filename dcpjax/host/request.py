@@ -112,6 +112,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is taken: no noise is drawn."""
         return self.temperature < 1e-5
 
 

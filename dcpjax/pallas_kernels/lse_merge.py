@@ -18,6 +18,10 @@ def merge_parts(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     A part without keys has LSE −inf; its output is dropped by select, not by weight, because 0 · NaN is NaN. An LSE
     of NaN or +inf is what a broken part without keys may report and counts as −inf. All parts empty: 0 and −inf.
+
+    >>> whole, lse = merge_parts(jnp.array([[1.0], [4.0], [jnp.nan]]), jnp.log(jnp.array([2.0, 1.0, 0.0])))
+    >>> round(float(whole[0]), 3), round(float(jnp.exp(lse)), 3)  # (2 · 1 + 1 · 4) / 3, over 3
+    (2.0, 3.0)
     """
     weight, total = part_weights(lse)
     merged = jnp.sum(weigh(out, weight), axis=0)

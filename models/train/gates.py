@@ -285,6 +285,7 @@ def failures(report: dict[str, Any]) -> list[str]:
 
 
 def as_text(report: dict[str, Any]) -> str:
+    """The report as JSON, to keep beside the weights."""
     return json.dumps(report, indent=1, ensure_ascii=False)
 
 

@@ -96,6 +96,7 @@ _SYSTEMS = (
 
 
 def capital(rng: random.Random) -> Turn:
+    """A capital by its country, or the other way round."""
     country, city = rng.choice(list(words.CAPITALS.items()))
     if rng.random() < 0.25:
         ask = rng.choice(("Which country has the capital {}?", "{} is the capital of which country?"))
@@ -109,6 +110,7 @@ def capital(rng: random.Random) -> Turn:
 
 
 def arithmetic(rng: random.Random) -> Turn:
+    """A sum, a difference or a product of small numbers."""
     kind = rng.randrange(4)
     if kind < 2:
         top = rng.choice((10, 20, 50, 100))
@@ -136,6 +138,7 @@ def arithmetic(rng: random.Random) -> Turn:
 
 
 def counting(rng: random.Random) -> Turn:
+    """Numbers from one to another, in steps."""
     start, count = rng.randrange(0, 60), rng.randrange(3, 12)
     step = rng.choice((1, 1, 1, 2, 5, 10))
     stop = start + step * (count - 1)
@@ -151,6 +154,7 @@ def counting(rng: random.Random) -> Turn:
 
 
 def sorting(rng: random.Random) -> Turn:
+    """A few words or numbers to put in order."""
     if rng.random() < 0.5:
         items = rng.sample(rng.choice((words.NOUNS, words.ANIMALS, words.FOODS, words.FIRST_NAMES)), rng.randint(3, 6))
         ask = rng.choice(("Sort these words: {}", "Put these in alphabetical order: {}", "Sort alphabetically: {}"))
@@ -162,6 +166,7 @@ def sorting(rng: random.Random) -> Turn:
 
 
 def json_object(rng: random.Random) -> Turn:
+    """A person described in words, to be written as JSON."""
     fields: dict[str, Any] = {"name": rng.choice(words.FIRST_NAMES)}
     if rng.random() < 0.8:
         fields["age"] = rng.randrange(5, 90)
@@ -189,6 +194,7 @@ def _said(value: Any) -> str:
 
 
 def story(rng: random.Random) -> Turn:
+    """A short story about animals."""
     hero, friend = rng.sample(words.ANIMALS, 2)
     thing, who = rng.choice(words.NOUNS), rng.choice(words.FIRST_NAMES)
     look, mood = rng.sample(words.ADJECTIVES, 2)
@@ -225,6 +231,7 @@ def story(rng: random.Random) -> Turn:
 
 
 def word_play(rng: random.Random) -> Turn:
+    """Spelling, lengths, repeating, first letters."""
     word = rng.choice(words.NOUNS + words.ANIMALS)
     kind = rng.randrange(4)
     if kind == 0:
@@ -238,6 +245,7 @@ def word_play(rng: random.Random) -> Turn:
 
 
 def calendar(rng: random.Random) -> Turn:
+    """The day or month before or after another."""
     names, unit = rng.choice(((words.DAYS, "day"), (words.MONTHS, "month")))
     at, step = rng.randrange(len(names)), rng.choice((1, -1))
     result = names[(at + step) % len(names)]
@@ -250,6 +258,7 @@ def calendar(rng: random.Random) -> Turn:
 
 
 def list_of(rng: random.Random) -> Turn:
+    """A few things of one kind."""
     what, pool = rng.choice(
         (("animals", words.ANIMALS), ("foods", words.FOODS), ("cities", words.CITIES), ("colours", words.COLOURS))
     )
@@ -262,6 +271,7 @@ def list_of(rng: random.Random) -> Turn:
 
 
 def greeting(rng: random.Random) -> Turn:
+    """A greeting and its answer."""
     pairs = (
         ("Hello", "Hello! How can I help you?"),
         ("Hi", "Hello! How can I help you?"),

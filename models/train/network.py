@@ -155,6 +155,7 @@ def drafts(
 
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
+    """`hidden […, D]` → `[…, V]` float32."""
     return dense.product("...d,vd->...v", hidden, params.head, jnp.float32)
 
 

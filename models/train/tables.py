@@ -58,6 +58,7 @@ def invented(rng: random.Random) -> str:
 
 
 def name(rng: random.Random, kind: int) -> str:
+    """A name of one of seven kinds, for an entry of a table."""
     if kind == 0:
         return rng.choice(words.FIRST_NAMES)
     if kind == 1:
@@ -77,6 +78,7 @@ _KINDS = (0, 1, 2, 3, 4, 5, 6)
 
 
 def code(rng: random.Random, digits: int) -> str:
+    """A number of `digits` digits, as text."""
     return "".join(rng.choice("0123456789") for _ in range(digits))
 
 
