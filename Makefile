@@ -8,13 +8,14 @@
 #   make test-gpu       kernels, engines and attention on this machine's GPUs; needs PYTHON=… with a JAX that sees them
 #   make soak           five minutes of clients that misbehave
 #   make pictures       draws the pictures of docs/ again
+#   make docs           the API reference, from docstrings, into build/docs
 #   make lint           formatting and lint alone
 #   make clean          removes .venv and caches
 #
 # PYTHON=… names the Python to use; EXTRAS=test,cuda13 installs for NVIDIA GPUs.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-matrix soak test-gpu pictures lint clean
+.PHONY: help setup serve test test-matrix soak test-gpu pictures docs lint clean
 
 EXTRAS ?= test
 ARGS ?=
@@ -52,6 +53,10 @@ test-matrix: setup
 test-gpu:
 	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 	$(PYTHON) -m pytest --on-gpu $(PYTEST_ARGS) $(patsubst %,tests/attention/test_%.py,attend select select_kernels merge decision_4)
+
+docs:
+	@$(MAKE) --no-print-directory setup EXTRAS='$(EXTRAS),docs'
+	PYTHONPATH=. $(python) scripts/reference.py build/docs
 
 pictures: setup
 	PYTHONPATH=. $(python) scripts/pictures.py
