@@ -97,10 +97,11 @@ def test_time_runs_out():
 
 
 def test_what_never_fits_the_cache_is_told_so():
-    with EchoProcess("--num-gpu-blocks-override", "3", "--max-model-len", "128") as server, server.client() as client:
-        assert post(client, prompt=[5] * 100, max_tokens=28).status_code == 200
-        response = post(client, prompt=[5] * 100, max_tokens=60)
-        assert response.status_code == 400 and "maximum context length is 128" in response.json()["error"]["message"]
+    with ServerProcess(fake={"num_pages": 4}) as server, server.client() as client:
+        assert post(client, prompt=[5] * 30, max_tokens=18).status_code == 200
+        response = post(client, prompt=[5] * 30, max_tokens=19)
+        assert response.status_code == 503 and response.json()["error"]["type"] == "ServiceUnavailableError"
+        assert "the KV cache has 3" in response.json()["error"]["message"]
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +160,7 @@ def test_small_routes(client):
         assert client.request(method, "/flush_cache").status_code == 200
     assert client.get("/ready").status_code == 200
     assert client.get("/load").json() == {"server_load": 0}
+    assert post(client, prompt="x", max_tokens=2).status_code == 200
     info = client.get("/server_info").json()
     assert info["num_blocks"] == info["num_free_blocks"] and info["arguments"]["max_model_len"] == 1000
     assert info["steps"]["count"] > 0 and info["steps"]["p99_ms"] >= info["steps"]["p50_ms"] >= 0
@@ -189,7 +191,7 @@ def test_a_unix_socket(tmp_path):
 RECIPE = """--speculative-config.method mtp --speculative-config.num_speculative_tokens 5 --tool-call-parser glm47
     --reasoning-parser glm45 --enable-auto-tool-choice --trust-remote-code --served-model-name glm-5.2 --gpu-memory-utilization
     0.9 --tensor-parallel-size 8 --decode-context-parallel-size 4 --kv-cache-dtype fp8 --enable-expert-parallel
-    --max-model-len 2K --max-num-seqs 8"""
+    --max-model-len 2K --max-num-seqs 8 --moe-backend auto"""
 
 
 def test_the_published_recipe_starts_unchanged():
