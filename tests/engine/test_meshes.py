@@ -10,12 +10,13 @@ from dcpjax.hub import TINY
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 MESH = {"tensor_parallel_size": 8, "decode_context_parallel_size": 4}
-LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 192, "num_blocks": 40}
+# One request at a time: two programs for each engine, a chunk of a prompt and a decode step.
+LIMITS = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": 192, "num_blocks": 10}
 GREEDY = SamplingParams(temperature=0, max_tokens=32)
 
 
 def texts(model, **changes) -> list[list[int]]:
-    llm = LLM(model, **LIMITS, **changes, speculative_config={"num_speculative_tokens": 2})
+    llm = LLM(model, **LIMITS, **changes, speculative_config={"num_speculative_tokens": 1})
     prompts = chats.prompts(llm.tokenizer, 4, 120, 40)
     return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
 
