@@ -26,6 +26,8 @@ from dcpjax.server.protocol import (
     TokenizeBody,
     read_body,
 )
+from dcpjax.server.responses import responses
+from dcpjax.server.responses_body import ResponsesBody
 from dcpjax.server.service import Service
 
 
@@ -60,6 +62,10 @@ def _add_answers(app: fastapi.FastAPI, service: Service) -> None:
     @app.post("/v1/completions", **_documented(CompletionBody, _JSON | _STREAM))
     async def post_completions(request: Request) -> Response:
         return await completions(request, await read(request, CompletionBody), service.served, options)
+
+    @app.post("/v1/responses", **_documented(ResponsesBody, _JSON | _STREAM))
+    async def post_responses(request: Request) -> Response:
+        return await responses(request, await read(request, ResponsesBody), service.served, options)
 
     @app.post("/v1/messages", **_documented(MessagesBody, _JSON | _STREAM))
     async def post_messages(request: Request) -> Response:

@@ -37,7 +37,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("`POST /v1/messages/count_tokens`", "clients::test_anthropic_counts_what_it_takes"),
         Row("`POST /abort_requests`", "limits::test_requests_can_be_aborted_by_their_ids"),
         Row("`GET /openapi.json`; every route keeps to it", "schema::test_routes_keep_their_promises"),
-        Row("`/v1/responses`, `/v1/embeddings`, …: JSON 404", "errors::test_routes_and_methods_that_do_not_exist"),
+        Row("`POST /v1/responses`, without a store", "responses::test_a_tool_loop"),
+        Row("stored responses, `/v1/embeddings`, …: JSON 404", "errors::test_routes_and_methods_that_do_not_exist"),
         Row("wrong content type, wrong JSON: 400", "errors::test_bodies_that_are_not_json_objects"),
     ),
     "Fields of requests": (

@@ -17,8 +17,8 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 EXAMPLES = 50  # a route, and as many with bodies that are wrong
 # Those with bodies, and those without.
 ASKED = [
-    "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize",
-    "/abort_requests",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize",
+    "/detokenize", "/abort_requests",
 ]  # fmt: skip
 PLAIN = [
     *(("POST", path) for path in ("/ping", "/reset_prefix_cache", "/flush_cache")),
