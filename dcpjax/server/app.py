@@ -166,7 +166,7 @@ _ERROR = {
 _REFUSED = {"4XX": _ERROR, "503": _ERROR}
 _UNAVAILABLE = {"503": {"description": "Loading, ending, or the engine has failed"}}
 _JSON = {"application/json": {"schema": {"type": "object"}}}
-_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+_STREAM: dict[str, Any] = {"text/event-stream": {}}
 
 
 def _gives(content: dict[str, Any]) -> dict[str, Any]:
