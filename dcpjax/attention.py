@@ -144,6 +144,28 @@ def attend(
     )
 
 
+def parts(
+    q: jax.Array, pool: Pool, layer: jax.Array | int, slots: jax.Array, batch: ForwardBatch,
+    value_width: int, scale: float, options: AttentionOptions, plan: MeshPlan,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """What `attend` would merge, for `slots [T, K]` of a `Selection`: every rank's output over its own rows
+    `[ranks, T, H, value_width]` float32, its natural-log LSE `[ranks, T, H]`, and its number of rows `[ranks, T]`."""
+    shards = pool.layout.shards
+
+    def body(q, data, slots, batch):
+        rows, count = _own_rows(slots, pool, batch)
+        if shards > 1:
+            q = collectives.gather_ranks(q, axis=1)
+        flat = data.reshape(data.shape[0], pool.layout.num_rows, data.shape[3])
+        out, lse = _part(q, flat, layer, rows, count, value_width, scale, options.kernels, shards)
+        return out[None], lse[None], count[None]
+
+    ranks, heads = ("ranks", "group_heads") if shards > 1 else (None, "heads")
+    out_specs = plan.spec(ranks, None, heads, None), plan.spec(ranks, None, heads), plan.spec(ranks)
+    in_specs = plan.spec(None, "heads", None), pool_spec(pool.layout, plan), plan.spec(), plan.spec()
+    return plan.per_device(body, in_specs, out_specs)(q, pool.data, slots, batch)
+
+
 def _part(q, flat, layer, rows, count, value_width, scale, kernels, shards=1, dtype=jnp.float32):
     """`sparse_mla`, with output 0 and LSE −inf set by count where a token has no rows here.
 

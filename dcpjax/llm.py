@@ -278,15 +278,16 @@ class LLM:
         prompt = self.tokenizer.encode_chat(self.tokenizer.apply_chat_template(messages, **template))
         return self.generate(prompt, sampling_params, cache_salt=cache_salt, no_store=no_store)
 
-    def trace(self, token_ids: Sequence[int], next_token: int | None = None) -> Trace:
-        """Activations of one sequence, from the paged, sharded path; with `next_token`, of the draft too."""
+    def trace(self, token_ids: Sequence[int], next_token: int | None = None, *, parts: bool = False) -> Trace:
+        """Activations of one sequence, from the paged, sharded path; with `next_token`, of the draft too; with `parts`, also
+        what each rank contributes to attention."""
         ids = self._check_ids("token_ids", token_ids)
         if next_token is not None:
             self._check_ids("next_token", [next_token])
         pages = self._borrow(len(ids) + (next_token is not None))
         try:
             with interrupts_held():
-                return self._tracer.trace(ids, None if next_token is None else int(next_token), pages)
+                return self._tracer.trace(ids, None if next_token is None else int(next_token), pages, parts)
         finally:
             self._give_back(pages)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcpjax import attention
 from dcpjax.batch import ForwardBatch
 from dcpjax.cache import PagedCache, pool_slots
 from dcpjax.errors import ConfigError
@@ -19,8 +20,21 @@ from models.glm_moe_dsa import Network, full_layer_numbers
 
 
 @dataclasses.dataclass(frozen=True)
+class Parts:
+    """What attention merges in each of N layers: every rank's attention to its own selected rows, numpy.
+
+    out `[N, ranks, S, H, L]` float32, L values of a latent row; lse `[N, ranks, S, H]` float32, natural log; count
+    `[N, ranks, S]` int32 selected rows on the rank. Where it has none: output 0 and LSE −inf. One rank if all hold all rows.
+    """
+
+    out: np.ndarray
+    lse: np.ndarray
+    count: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class Trace:
-    """Activations of S tokens, numpy float32. `mtp_*` are None unless a next token was given.
+    """Activations of S tokens, numpy float32. `mtp_*` are None unless a next token was given, parts unless asked for.
 
     logits `[S, V]`; hidden_states `[N+1, S, D]` (embeddings, then after each layer); final_hidden `[S, D]` (after the
     final norm); latent `[N, S, W]` as cached, 8-bit values times their scales; topk: full layer → `[S, K]` int32 positions, ascending, −1 past the end.
@@ -37,6 +51,7 @@ class Trace:
     mtp_hidden: np.ndarray | None = None
     mtp_hidden_prenorm: np.ndarray | None = None
     mtp_topk: np.ndarray | None = None
+    parts: Parts | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +77,15 @@ def _draft_rows(params, cache: PagedCache, tokens, hidden, start, length, pages,
         batch = batch.replace(write_slots=jnp.full_like(batch.write_slots, cache.latent.layout.nowhere))
     out, inner, cache, selection = mtp.draft(params, cache, batch, hidden, net, selection)
     return cache, (glm_moe_dsa.logits(params, out, net), out, inner, selection)
+
+
+def _layer_parts(params, cache: PagedCache, state, slots, layer, start, length, pages, *, net: Network):
+    """Parts of one layer for a chunk whose rows are in the cache: `state [T, D]` before the layer, selected `slots [T, K]`."""
+    batch = _batch(jnp.zeros(len(state), jnp.int32), start, length, pages, cache, 0)
+    w = jax.tree.map(lambda x: x[layer], params.layers.attention)
+    _, _, q = glm_moe_dsa.queries(w, state, batch.positions, net)
+    cfg = net.cfg
+    return attention.parts(q, cache.latent, layer, slots, batch, cfg.kv_rank, cfg.softmax_scale, net.options, net.plan)
 
 
 def _batch(tokens, start, length, pages, cache: PagedCache, shift: int) -> ForwardBatch:
@@ -91,13 +115,14 @@ class Tracer:
     def __init__(self, runner: Runner):
         self.runner = runner
         self._target = _compile(_target, runner.cache)
+        self._layer_parts = jax.jit(_layer_parts, static_argnames="net")
         self._draft_rows = None if runner.draft_cache is None else _compile(_draft_rows, runner.draft_cache)
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages a trace of `num_tokens` borrows."""
         return -(-num_tokens // self.runner.page_tokens)
 
-    def trace(self, token_ids: list[int], next_token: int | None, pages: list[int]) -> Trace:
+    def trace(self, token_ids: list[int], next_token: int | None, pages: list[int], parts: bool = False) -> Trace:
         """See `Trace`. `pages` hold the tokens, and one more slot if a next token is given."""
         cfg, size = self.runner.net.cfg, len(token_ids)
         logits, hidden, states, slots = self._run_target(token_ids, pages)
@@ -107,11 +132,12 @@ class Tracer:
             final_hidden=hidden,
             latent=self._read_latent(pages, size),
             topk={layer: _positions(slots[x], 0) for x, layer in enumerate(full_layer_numbers(cfg))},
+            parts=self._run_parts(states, slots, pages) if parts else None,
         )
         if next_token is None:
             return found
-        parts = self._run_draft([*token_ids[1:], next_token], hidden, pages)
-        logits, out, inner, slots = (np.concatenate(part) for part in zip(*parts, strict=True))
+        chunks = self._run_draft([*token_ids[1:], next_token], hidden, pages)
+        logits, out, inner, slots = (np.concatenate(chunk) for chunk in zip(*chunks, strict=True))
         return dataclasses.replace(
             found,
             mtp_logits=logits[:, : cfg.vocab_size],
@@ -180,6 +206,24 @@ class Tracer:
         logits, hidden, states, slots = zip(*parts, strict=True)
         wide = (np.concatenate(x, axis).astype(np.float32) for x, axis in ((logits, 0), (hidden, 0), (states, 1)))
         return *wide, np.concatenate(slots, 1)
+
+    def _run_parts(self, states: np.ndarray, slots: np.ndarray, pages: list[int]) -> Parts:
+        """Of all layers; the rows of the trace are still in the cache. `states [N + 1, S, D]`, `slots [X, S, K]`."""
+        runner, table, found = self.runner, self._table(pages), []
+        cfg, full = runner.net.cfg, -1
+        for layer, kind in enumerate(cfg.layers):
+            full += kind.full
+            chunks = []
+            for start, length, padded in self._chunks(states.shape[1]):
+                own = slice(start, start + length)
+                state = _padded(states[layer, own], padded).astype(runner.params.norm.dtype)
+                chosen = _padded(slots[full, own], padded)
+                where = np.int32(layer), np.int32(start), np.int32(length), table
+                out = self._layer_parts(runner.params, runner.cache, state, chosen, *where, net=runner.net)
+                chunks.append([np.asarray(x)[:, :length] for x in out])
+            found.append([np.concatenate(chunk, 1) for chunk in zip(*chunks, strict=True)])
+        out, lse, count = (np.stack(x) for x in zip(*found, strict=True))
+        return Parts(out[:, :, :, : cfg.num_heads], lse[..., : cfg.num_heads], count)
 
     def _run_draft(self, token_ids: list[int], hidden: np.ndarray, pages: list[int]) -> list[tuple[np.ndarray, ...]]:
         runner, table, parts = self.runner, self._table(pages), []

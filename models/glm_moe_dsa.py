@@ -20,7 +20,7 @@ from dcpjax.mesh import MeshPlan
 from dcpjax.quant import einsum, linear
 from models.config import LayerKind, ModelConfig
 from models.layers import layer_norm, rms_norm, rope
-from models.params import Layers, Params
+from models.params import Attention, Layers, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,13 +107,8 @@ def decoder_layer(
     """
     cfg, plan = net.cfg, net.plan
     w = jax.tree.map(lambda x: x[place.layer], layers.attention)
-    a = rms_norm(h, w.input_norm, cfg.norm_eps)
+    a, q_low, q = queries(w, h, batch.positions, net)
     with jax.named_scope("project"):
-        q_low = rms_norm(linear(a, w.q_a), w.q_norm, cfg.latent_norm_eps)
-        q = linear(q_low, w.q_b).reshape(len(h), -1, cfg.qk_dim)
-        q_rope = rope(q[..., cfg.nope_dim :], batch.positions, cfg.rope_theta)
-        q = jnp.concatenate([einsum("thn,hnl->thl", q[..., : cfg.nope_dim], w.k_b), q_rope], axis=-1)
-        q = attention.heads_sharded(q, plan)
         kv = linear(a, w.kv_a)
         latent = rms_norm(kv[:, : cfg.kv_rank], w.kv_norm, cfg.latent_norm_eps)
         key = rope(kv[:, cfg.kv_rank :], batch.positions, cfg.rope_theta)
@@ -131,6 +126,21 @@ def decoder_layer(
     with jax.named_scope("ffn"):
         h = h + plan.constrain(_ffn(layers, kind, place, rms_norm(h, w.post_norm, cfg.norm_eps), net))
     return h, cache, selection
+
+
+def queries(w: Attention, h: jax.Array, positions: jax.Array, net: Network) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`h [T, D]` after its norm `[T, D]`, the low-rank query `[T, q_rank]`, and absorbed queries `[T, H, W]`, heads sharded.
+
+    `w`: one layer's weights. W is the width of a latent row: the scores are products with rows as they lie in the cache.
+    """
+    cfg = net.cfg
+    a = rms_norm(h, w.input_norm, cfg.norm_eps)
+    with jax.named_scope("project"):
+        q_low = rms_norm(linear(a, w.q_a), w.q_norm, cfg.latent_norm_eps)
+        q = linear(q_low, w.q_b).reshape(len(h), -1, cfg.qk_dim)
+        q_rope = rope(q[..., cfg.nope_dim :], positions, cfg.rope_theta)
+        q = jnp.concatenate([einsum("thn,hnl->thl", q[..., : cfg.nope_dim], w.k_b), q_rope], axis=-1)
+    return a, q_low, attention.heads_sharded(q, net.plan)
 
 
 def _select(layers, at, a, q_low, cache, batch, net):
