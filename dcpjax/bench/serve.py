@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
     add("--api-key")
     add("--json", type=pathlib.Path, help="write the figures here")
+    add("--quick", action="store_true", help="with --alone: small sizes, shows that it runs, figures mean nothing")
     add("--alone", action="store_true", help="start an echo server and measure what the server itself costs")
     parser.set_defaults(run=run)
 
@@ -70,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Prints a line for each measurement."""
     if args.alone:
-        figures = serve_alone.measure(lambda line: print(line, flush=True))
+        figures = serve_alone.measure(
+            serve_alone.QUICK if args.quick else serve_alone.Sizes(), lambda line: print(line, flush=True)
+        )
     else:
         figures = {
             "rows": asyncio.run(_rows(args)),

@@ -12,6 +12,7 @@ that grows with its prompt (from prompts of two lengths), and a streamed token's
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -20,16 +21,27 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
-_ROUNDS = 3
-_CLIENTS = 32
-_REQUESTS = 400
-_SHORT, _LONG = 16, 1500
-_STREAM_TOKENS = 400
-_STREAMS = 32
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """rounds: of which medians are taken. clients: at a time. requests, streams: of a round. short, long: words of prompts.
+    tokens: of a streamed answer, about."""
+
+    rounds: int = 3
+    clients: int = 32
+    requests: int = 400
+    streams: int = 128
+    short: int = 16
+    long: int = 1500
+    tokens: int = 400
+
+
+QUICK = Sizes(rounds=1, clients=2, requests=8, streams=2, short=4, long=50, tokens=10)
 
 _CONSTANT = """
 import fastapi, sys, uvicorn, socket
@@ -62,33 +74,31 @@ uvicorn.Server(config).run(sockets=[listener])
 """
 
 
-def measure(say=lambda line: None) -> dict[str, Any]:
+def measure(sizes: Sizes, say=lambda line: None) -> dict[str, Any]:
     """Figures, as in the module's text."""
     with _process("-m", "dcpjax.serve", "--engine", "echo", "--port", "0", "--max-model-len", "4096") as echo:
         constant_arm = _process("-c", _CONSTANT + _SERVE)
         with constant_arm as constant:
             plain = _chat("Hello there", stream=False)
-            rates = _in_turn({"echo": (echo, plain), "constant": (constant, plain)}, _REQUESTS)
+            rates = _in_turn({"echo": (echo, plain), "constant": (constant, plain)}, sizes, sizes.requests)
         figures: dict[str, Any] = {"requests_per_second": rates, "requests_ratio": rates["echo"] / rates["constant"]}
         say(
             f"requests/s: echo {rates['echo']:.0f}, constant {rates['constant']:.0f}, ratio {figures['requests_ratio']:.2f} (at least 0.25)"
         )
-        stream = _chat("hm</think>" + "word and " * (_STREAM_TOKENS // 2), stream=True)
+        stream = _chat("hm</think>" + "word and " * (sizes.tokens // 2), stream=True)
         sent = asyncio.run(_once(echo.port, stream))
-        file = pathlib.Path(f"/tmp/dcpjax-chunks-{os.getpid()}")
-        file.write_bytes(_body(sent))
-        try:
-            with _process("-c", _BARE + _SERVE, str(file)) as bare:
-                chunks = _body(sent).count(b"data: ")
-                rates = _in_turn({"stream": (echo, stream), "bare": (bare, stream)}, _STREAMS * 4)
-                rates = {name: rate * chunks for name, rate in rates.items()}
-        finally:
-            file.unlink()
+        chunks = _body(sent).count(b"data: ")
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(_body(sent))
+            file.flush()
+            with _process("-c", _BARE + _SERVE, file.name) as bare:
+                rates = _in_turn({"stream": (echo, stream), "bare": (bare, stream)}, sizes, sizes.streams)
+        rates = {name: rate * chunks for name, rate in rates.items()}
         figures |= {"chunks_per_second": rates, "chunks_ratio": rates["stream"] / rates["bare"]}
         say(
             f"chunks/s: echo {rates['stream']:.0f}, bare {rates['bare']:.0f}, ratio {figures['chunks_ratio']:.2f} (at least 0.25)"
         )
-        figures |= _cpu(echo, chunks)
+        figures |= _cpu(echo, chunks, sizes)
     say(
         f"CPU: {figures['ms_a_request']:.2f} ms a request (at most 1) + {figures['us_a_prompt_token']:.2f} us a prompt token "
         f"(at most 1); {figures['us_a_streamed_token']:.1f} us a streamed token (at most 30)"
@@ -127,35 +137,37 @@ def _chat(text: str, stream: bool, **more: Any) -> bytes:
     return f"POST /v1/chat/completions HTTP/1.1\r\n{head}".encode() + data
 
 
-def _in_turn(arms: dict[str, tuple[_Arm, bytes]], requests: int) -> dict[str, float]:
+def _in_turn(arms: dict[str, tuple[_Arm, bytes]], sizes: Sizes, requests: int) -> dict[str, float]:
     """Median requests per second of each arm."""
     rates: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(_ROUNDS + 1):
+    for number in range(sizes.rounds + 1):
         for name, (arm, request) in arms.items():
             start = time.perf_counter()
-            asyncio.run(_load(arm.port, request, requests))
+            asyncio.run(_load(arm.port, request, requests, sizes.clients))
             if number:  # the first round warms up
                 rates[name].append(requests / (time.perf_counter() - start))
     return {name: statistics.median(each) for name, each in rates.items()}
 
 
-def _cpu(echo: _Arm, chunks: int) -> dict[str, float]:
+def _cpu(echo: _Arm, chunks: int, sizes: Sizes) -> dict[str, float]:
     def seconds(request: bytes, requests: int) -> float:
         before = echo.cpu()
-        asyncio.run(_load(echo.port, request, requests))
+        asyncio.run(_load(echo.port, request, requests, sizes.clients))
         return (echo.cpu() - before) / requests
 
     # Each prompt is another one: tokenised, hashed and stored anew.
-    short, long = (seconds(_chat("a " * n, stream=False, max_tokens=1), _REQUESTS) for n in (_SHORT, _LONG))
-    streamed = seconds(_chat("hm</think>" + "word and " * (_STREAM_TOKENS // 2), stream=True), _STREAMS * 4)
+    short, long = (
+        seconds(_chat("a " * n, stream=False, max_tokens=1), sizes.requests) for n in (sizes.short, sizes.long)
+    )
+    streamed = seconds(_chat("hm</think>" + "word and " * (sizes.tokens // 2), stream=True), sizes.streams)
     return {
         "ms_a_request": short * 1e3,
-        "us_a_prompt_token": (long - short) / (_LONG - _SHORT) * 1e6,
+        "us_a_prompt_token": (long - short) / (sizes.long - sizes.short) * 1e6,
         "us_a_streamed_token": (streamed - short) / chunks * 1e6,
     }
 
 
-async def _load(port: int, request: bytes, requests: int) -> None:
+async def _load(port: int, request: bytes, requests: int, clients: int) -> None:
     left = iter(range(requests))
 
     async def client() -> None:
@@ -166,7 +178,7 @@ async def _load(port: int, request: bytes, requests: int) -> None:
         writer.close()
         await writer.wait_closed()
 
-    await asyncio.gather(*(client() for _ in range(_CLIENTS)))
+    await asyncio.gather(*(client() for _ in range(clients)))
 
 
 async def _once(port: int, request: bytes) -> bytes:

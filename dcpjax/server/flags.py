@@ -122,7 +122,12 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     add("--reasoning-parser", choices=("glm45", "none"), default="glm45", help="none: thinking stays in the content")
     fields = ("reasoning_content", "reasoning", "both")
     add("--reasoning-field", choices=fields, default=fields[0], help="name of the thinking in answers")
-    add("--tool-call-parser", choices=("glm47", "none"), default="glm47", help="none: calls stay in the content")
+    add(
+        "--tool-call-parser",
+        choices=("glm47", "glm45", "none"),
+        default="glm47",
+        help="none: calls stay in the content",
+    )
     add("--enable-auto-tool-choice", **switch, default=True, help="parse calls that the model makes on its own")
     add("--structured-outputs-config", type=json_object, metavar="JSON", default={}, help='{"backend":"llguidance"}')
     add("--stream-interval", type=count, default=1, help="tokens between the chunks of a stream")

@@ -67,3 +67,14 @@ def test_percentiles():
     assert percentiles([]) is None
     figures = percentiles(range(1, 101))
     assert (figures["mean"], figures["p50"], figures["p90"], figures["p99"]) == (50.5, 51, 91, 100)
+
+
+def test_the_server_alone(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "figures.json"
+    monkeypatch.setattr(sys, "argv", ["bench", "serve", "--alone", "--quick", "--json", str(file)])
+    command.main()
+    figures = json.loads(file.read_text())
+    assert figures["requests_per_second"].keys() == {"echo", "constant"} and figures["requests_ratio"] > 0
+    assert figures["chunks_per_second"].keys() == {"stream", "bare"} and figures["chunks_ratio"] > 0
+    assert {"ms_a_request", "us_a_prompt_token", "us_a_streamed_token"} < figures.keys()
+    assert len(capsys.readouterr().out.splitlines()) == 3
