@@ -168,6 +168,41 @@ def test_bias_reaches_every_place():
     assert check(logits, rows, state, Speculation(2), VOCAB)[0].tolist() == [[3, 3, 3]]
 
 
+# --- grammars -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_grammar_forbids_never_comes(acceptance, temperature):
+    """Row by row and place by place; a draft that is forbidden ends the run there. Rows without one are as ever."""
+    k, size = 3, 200
+    rng, logits, spec = np.random.default_rng(5), logits_of(6, size, k), Speculation(k, acceptance=acceptance)
+    drafts = best(logits)[:, :k].astype(np.int32)
+    weights = jnp.asarray(logits[:, :k]) if acceptance == "rejection" else None
+    rows = rows_of(drafts, temperature=temperature, seed=3, weights=weights)
+    masked = np.arange(size) % 2 == 0
+    may = rng.random((size, k + 1, VOCAB)) < 0.7
+    may[..., 0] = True  # never nothing
+    words = np.zeros((size, k + 1, 1), np.uint32)
+    words[..., 0] = (may * (1 << np.arange(VOCAB))).sum(-1)
+    bound = dataclasses.replace(rows, masked=jnp.asarray(masked))
+    state = state_of(rows, spec=spec)
+    tokens, accepted, _ = check(logits, bound, state, spec, VOCAB, jnp.asarray(words))
+    free, free_accepted, _ = check(logits, rows, state, spec, VOCAB)
+    assert accepted.tolist() != free_accepted.tolist()
+    for i in range(size):
+        count = int(accepted[i])
+        if not masked[i]:
+            assert count == free_accepted[i] and tokens[i, :count].tolist() == free[i, :count].tolist()
+            continue
+        assert all(may[i, j, tokens[i, j]] for j in range(count))
+        forbidden = [j for j in range(k) if not may[i, j, drafts[i, j]]]
+        assert not forbidden or count <= forbidden[0] + 1
+        if temperature == 0:
+            own = np.where(may[i], logits[i], -np.inf).argmax(-1)
+            assert tokens[i, :count].tolist() == own[:count].tolist()
+
+
 # --- rejection ------------------------------------------------------------------------------------------------------
 
 SAMPLES = 20_000
