@@ -8,6 +8,7 @@ import argparse
 import json
 import pathlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,19 +32,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measures, and prints a line for each kind and length."""
-    rows = measure(args.lengths, args.count, args.traced, args.dcp)
-    for row in rows:
-        print("  ".join(f"{name} {value}" for name, value in row.items()))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+    rows = []
+    for row in measure(args.lengths, args.count, args.traced, args.dcp):
+        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        rows.append(row)
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1))
 
 
 def measure(
     lengths: list[int], count: int, traced: int, dcp: int = 1, kinds: tuple[str, ...] = KINDS
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """A row for every kind and length: share of right answers, drafts accepted a row (of 3), and the share of the
     first kind's selected positions that this one selects too."""
-    rows, selected = [], {}
+    selected = {}
     for kind in kinds:
         llm = LLM(
             decode_context_parallel_size=dcp,
@@ -61,17 +63,13 @@ def measure(
             right = [code in answer.outputs[0].text for answer, (_, code) in zip(answers, asked, strict=True)]
             topk = [llm.trace(prompt).topk for prompt, _ in asked[:traced]]
             overlap = [_overlap(a, b) for a, b in zip(selected.setdefault(length, topk), topk, strict=True)]
-            rows.append(
-                {
-                    "kind": kind,
-                    "tokens": length,
-                    "right": round(float(np.mean(right)), 4),
-                    "drafts_a_row": round(kept.drafts_per_row, 3),
-                    "overlap": round(float(np.mean(overlap)), 4),
-                }
-            )
-        llm.engine.reset_prefix_cache()
-    return rows
+            yield {
+                "kind": kind,
+                "tokens": length,
+                "right": round(float(np.mean(right)), 4),
+                "drafts_a_row": round(kept.drafts_per_row, 3),
+                "overlap": round(float(np.mean(overlap)), 4),
+            }
 
 
 def look_ups(llm: LLM, length: int, count: int) -> list[tuple[list[int], str]]:

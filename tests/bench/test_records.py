@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def test_a_row_for_every_kind_and_length():
-    rows = records.measure([192], 4, 1, kinds=("float32", "fp8"))
+    rows = list(records.measure([192], 4, 1, kinds=("float32", "fp8")))
     assert [row["kind"] for row in rows] == ["float32", "fp8"]
     full, packed = rows
     assert full["overlap"] == 1.0 and full["right"] >= 0.75
