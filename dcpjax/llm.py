@@ -279,8 +279,7 @@ class LLM:
         return self.generate(prompt, sampling_params, cache_salt=cache_salt, no_store=no_store)
 
     def trace(self, token_ids: Sequence[int], next_token: int | None = None, *, parts: bool = False) -> Trace:
-        """Activations of one sequence, from the paged, sharded path; with `next_token`, of the draft too; with `parts`, also
-        what each rank contributes to attention."""
+        """Activations of one sequence, from the paged, sharded path; of the draft too with `next_token`; see `Trace`."""
         ids = self._check_ids("token_ids", token_ids)
         if next_token is not None:
             self._check_ids("next_token", [next_token])
@@ -309,6 +308,8 @@ class LLM:
         if num_tokens > self.max_model_len:
             raise RequestError(f"token_ids: {num_tokens} tokens are more than max_model_len {self.max_model_len}")
         needed, pool = self._tracer.num_pages(num_tokens), self.engine.scheduler.pool
+        if needed > pool.num_free and not (self.engine.scheduler.running or self.engine.scheduler.waiting):
+            self.engine.drain()  # a step in flight holds pages back, those of earlier traces too
         pages = pool.take(needed)
         if pages is None:
             raise CacheFullError(f"a trace needs {needed} blocks, {pool.num_free} are free: wait for requests to end")

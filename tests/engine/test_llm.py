@@ -263,6 +263,16 @@ def test_a_trace_takes_and_leaves_nothing(llm):
     assert one(llm, max_tokens=30).token_ids == want
 
 
+def test_traces_behind_a_step_in_flight(llm):
+    """A text that ends at a stop leaves the next step in flight, and it holds back pages: those of traces too."""
+    ids = one(llm).token_ids
+    one(llm, stop_token_ids=[ids[6]])
+    assert llm.engine.has_work
+    for _ in range(4):
+        assert llm.trace([1] * 64).logits.shape == (64, small.VOCAB)
+    llm.engine.drain()
+
+
 def test_a_trace_in_chunks_is_a_trace_in_one(llm, folder):
     """40 tokens are two chunks here, and three of 13, 13 and 14 tokens with a smaller budget."""
     tokens = [int(x) for x in np.arange(40) ** 2 % 61]
