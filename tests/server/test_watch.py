@@ -23,6 +23,7 @@ NOTHING = EngineStats(
     finished={},
     acceptance=Acceptance((), ()),
     prefix=PrefixStats(),
+    seconds={},
 )
 
 
