@@ -93,6 +93,8 @@ def _check_whole(name: str, value: Any, at_least_one: bool) -> None:
         raise ConfigError(f"{name} must be a whole number, got {value!r}")
     if at_least_one and value < 1:
         raise ConfigError(f"{name} must be at least 1, got {value}")
+    if value >= 1 << 31 and not name.endswith("_bytes"):
+        raise ConfigError(f"{name} must be below {1 << 31:,}, got {value:,}")
 
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -160,6 +162,11 @@ def resolve(
         raise ConfigError(
             f"max_num_batched_tokens {tokens} is too small: each of {seqs} rows (max_num_seqs) needs {needed // seqs} "
             "tokens a step, its newest and the drafts. Raise it, or lower max_num_seqs"
+        )
+    if tokens > seqs * cfg.max_position:
+        raise ConfigError(
+            f"max_num_batched_tokens {tokens:,} is more than {seqs} rows (max_num_seqs) of {cfg.max_position:,} tokens, the "
+            "model's longest sequence, can have: lower it, or leave it out"
         )
     length = _wanted_length(config.max_model_len, cfg)
     # Asked for in any case: formats that cannot be dealt out to these devices are refused here.

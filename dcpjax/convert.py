@@ -112,7 +112,12 @@ class _Tensors:
     def _wide(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """A tensor as plain numbers, whatever it is stored as."""
         parts = parts_of(self._checkpoint.tensors, name, len(shape) == 2)
-        return rows_of(self._checkpoint.tensors, parts, slice(0, shape[0]))
+        value = rows_of(self._checkpoint.tensors, parts, slice(0, shape[0]))
+        if not np.isfinite(value.astype(np.float32)).all():
+            raise CheckpointError(
+                f"{name} holds values that are NaN or infinite; the checkpoint is damaged, fetch it again"
+            )
+        return value
 
 
 def _write_configs(model: pathlib.Path, out: pathlib.Path, tensors: _Tensors, dtype: str) -> None:
@@ -166,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         convert(args.model, args.out, args.quantization, args.dtype)
     except (DcpjaxError, OSError) as error:
         print(f"dcpjax.convert: error: {error}", file=sys.stderr)
-        return 1
+        return 2
     before, after = (sum(f.stat().st_size for f in d.glob("*.safetensors")) for d in (args.model, args.out))
     print(f"{args.out}: {after / 1e6:,.1f} MB, of {before / 1e6:,.1f} MB")
     return 0

@@ -15,7 +15,7 @@ def describe(runner: Runner, prefix_caching: bool = True) -> list[str]:
         "devices: " + ", ".join(str(device) for device in plan.mesh.devices.flat),
         (
             f"mesh: tp {plan.tp} × dcp {plan.dcp}; weights {weights / 1e6:,.1f} MB a device, "
-            f"{'whole experts' if plan.expert_parallel else 'a part of each expert'} on every device"
+            f"{'whole experts on a device each' if plan.expert_parallel else 'a part of each expert on every device'}"
         ),
         (
             f"cache: {layout.num_pages} pages of {layout.page_tokens} tokens, {layout.page_rows} of them on a rank; index keys "

@@ -92,6 +92,10 @@ class Activations:
     traced: int
     compiled: int | None = None
 
+    @property
+    def most(self) -> int:
+        return max(self.traced, self.compiled or 0)
+
 
 def activations(ready: Resolved, form_of: FormOf, compiled: bool = False) -> Activations:
     """Of the largest steps that the engine can be asked for. `compiled`: by the compiler too, for devices that are there."""

@@ -80,6 +80,18 @@ def forecast(
     context = min(context or 131_072, cfg.max_position if config.max_model_len is None else config.max_model_len)
     rows = [n for n in ROWS if n <= ready.limits.max_num_seqs] or [ready.limits.max_num_seqs]
     here = _on_these_devices(ready, config) if compiled else ready
+    needed = activations(here, form_of, compiled)
+    changes = tuple(_changes(subject, config, device_bytes)) if refusal else ()
+    kv_tokens = 0 if refusal else (ready.layout.num_pages - 1) * page
+    rest = (1 - config.gpu_memory_utilization) * device_bytes
+    if refusal is None and needed.most > rest:
+        share = int(100 * (1 - needed.most / device_bytes)) / 100
+        refusal = (
+            f"a step takes about {needed.most:,} bytes beside weights and cache, and gpu_memory_utilization "
+            f"{config.gpu_memory_utilization:g} leaves {int(rest):,}: lower it, or max_num_batched_tokens"
+        )
+        if share > 0 and _fits(subject, dataclasses.replace(config, gpu_memory_utilization=share), device_bytes):
+            changes = (f"--gpu-memory-utilization {share:g}",)
     return Forecast(
         ready=ready,
         groups=weight_groups(params),
@@ -87,14 +99,14 @@ def forecast(
         chosen=CacheRow(
             plan.dcp, shape.kind, draft_kv, shape.index_shards, per_token, tokens_in(per_token, page, room)
         ),
-        kv_tokens=0 if refusal else (ready.layout.num_pages - 1) * page,
+        kv_tokens=kv_tokens,
         layouts=tuple(cache_rows(cfg, plan.num_devices, page, room, kinds)),
-        activations=activations(here, form_of, compiled),
+        activations=needed,
         crossings=crossings(ready, rows[0]),
         context=context,
         floors={n: step_floor(ready, params, n, context, chip) for n in rows},
         refusal=refusal,
-        changes=tuple(_changes(subject, config, device_bytes)) if refusal else (),
+        changes=changes,
     )
 
 

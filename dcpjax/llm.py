@@ -5,7 +5,7 @@ import json
 import logging
 import numbers
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -275,6 +275,11 @@ class LLM:
         """Answers one conversation, rendered with the model's chat template; `template` goes to it as it is."""
         if self.tokenizer is None:
             raise RequestError("messages: this model has no tokenizer; use generate with token ids")
+        if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError(
+                "messages: give one conversation, a list of messages such as {'role': 'user', 'content': 'Hello'}; for "
+                "several conversations call chat for each"
+            )
         prompt = self.tokenizer.encode_chat(self.tokenizer.apply_chat_template(messages, **template))
         return self.generate(prompt, sampling_params, cache_salt=cache_salt, no_store=no_store)
 

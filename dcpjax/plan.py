@@ -19,7 +19,7 @@ from dcpjax.forecast import Forecast, Subject, forecast
 from dcpjax.hub import TINY
 from dcpjax.roofline import Chip
 from dcpjax.server.arguments import parse
-from dcpjax.server.flags import Parser
+from dcpjax.server.flags import Parser, length
 from models.config import from_hf, read_raw
 from models.published import GLM_5_2
 from models.quantconfig import quantization_of
@@ -43,8 +43,8 @@ _UNITS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the forecast; 0 if it fits, 2 if it does not or is not supported."""
     own, rest = _parser().parse_known_args(sys.argv[1:] if argv is None else argv)
-    if own.json is not None and not own.json.parent.is_dir():
-        _parser().error(f"--json {str(own.json)!r} cannot be written: its folder is not there")
+    if own.json is not None and (own.json.is_dir() or not own.json.parent.is_dir()):
+        _parser().error(f"--json {str(own.json)!r} cannot be written: give a file in a folder that is there")
     llm = parse(rest, program="dcpjax.plan").llm
     try:
         subject = read_subject(llm["model"], llm["hf_overrides"])
@@ -58,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print("\n".join(lines(found, llm["model"] or "tiny", subject, own.gpu_memory, config.gpu_memory_utilization)))
     if own.json is not None:
-        own.json.write_text(json.dumps(as_json(found), indent=2) + "\n")
+        try:
+            own.json.write_text(json.dumps(as_json(found), indent=2) + "\n")
+        except OSError as error:
+            print(f"dcpjax.plan: error: --json {str(own.json)!r} cannot be written: {error.strerror}", file=sys.stderr)
+            return 2
     if found.refusal is None:
         return 0
     print(f"dcpjax.plan: does not fit: {found.refusal}", file=sys.stderr)
@@ -76,9 +80,9 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--gpu-memory", type=_amount, default=_amount("141GB"), metavar="141GB|80GiB", help="of one device")
-    add("--memory-bandwidth", type=_amount, default=Chip.bandwidth, metavar="4.8TB", help="a second, of one device")
-    add("--context", type=_amount, metavar="128Ki", help="tokens of a request in the step floors")
+    add("--gpu-memory", type=_large, default=_large("141GB"), metavar="141GB|80GiB", help="of one device")
+    add("--memory-bandwidth", type=_large, default=Chip.bandwidth, metavar="4.8TB", help="a second, of one device")
+    add("--context", type=_context, metavar="128k|1M|8192", help="tokens of a request in the step floors")
     add("--compile", action="store_true", help="let the compiler of the devices here say what a step needs")
     add("--json", type=pathlib.Path, metavar="FILE", help="all figures")
     return parser
@@ -90,6 +94,21 @@ def _amount(text: str) -> int:
     if match is None or match[2] not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text[:100]!r} is not an amount such as 141GB, 80GiB or 1000")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _large(text: str) -> int:
+    """An amount of which a device has thousands of millions."""
+    amount = _amount(text)
+    if amount < 10**9:
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is {amount:,} bytes; give the unit too, as in 141GB or 4.8TB")
+    return amount
+
+
+def _context(text: str) -> int:
+    tokens = LENGTHS[text] if text in LENGTHS else length(text)
+    if not isinstance(tokens, int):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 8192, 128k or 1M")
+    return tokens
 
 
 def read_subject(name: str | None, overrides: dict[str, Any] | None = None) -> Subject:
@@ -130,7 +149,7 @@ def as_json(found: Forecast) -> dict[str, Any]:
                 "index_shards": row.index_shards,
                 "kv_bytes_per_token_per_device": row.bytes_per_token,
                 "kv_tokens": row.tokens,
-                "requests": {name: row.tokens // length for name, length in LENGTHS.items()},
+                "requests": {name: row.tokens // size for name, size in LENGTHS.items()},
             }
             for row in found.layouts
         ],
@@ -146,7 +165,7 @@ def lines(found: Forecast, name: str, subject: Subject, device_bytes: int, share
     ready, plan = found.ready, found.ready.net.plan
     stored = subject.quantisation or str(ready.dtype.__name__)
     yield (
-        f"{name}: {ready.net.cfg.num_layers} layers, weights {stored}; {plan.num_devices} devices of {_bytes(device_bytes)}, "
+        f"{name}: {ready.net.cfg.num_layers} layers, weights {stored}; {plan.num_devices} device{'s' * (plan.num_devices > 1)} of {_bytes(device_bytes)}, "
         f"dcp {plan.dcp}, {'whole experts' if plan.expert_parallel else 'a part of each expert'} on a device"
     )
     yield from _memory(found, device_bytes, share)
@@ -173,9 +192,9 @@ def _memory(found: Forecast, device_bytes: int, share: float) -> Iterator[str]:
     yield f"  {'activations, about':<22}{_bytes(act.traced):>12}   {told}"
     if act.compiled is not None:
         yield f"  {'compiler’s scratch':<22}{_bytes(act.compiled):>12}   for the devices of this process"
-    verdict = (
-        "fits" if max(act.traced, act.compiled or 0) <= rest else "MORE THAN IS LEFT: lower --gpu-memory-utilization"
-    )
+    verdict = "fits" if act.most <= rest else "LESS THAN THAT: lower --gpu-memory-utilization"
+    if found.room <= 0:
+        verdict = "the weights take the cache's room"
     yield f"  {'left beside both':<22}{_bytes(rest):>12}   {verdict}"
     capped = ", all that --max-num-seqs of the longest sequence need" if found.kv_tokens < found.chosen.tokens else ""
     yield (
@@ -191,7 +210,7 @@ def _layouts(found: Forecast) -> Iterator[str]:
     yield _row("  {:>3}  {:<9} {:<11} {:>12} {:>12} {:>14} {:>7} {:>6}", heads)
     for row in found.layouts:
         mark = "*" if row.key == found.chosen.key else " "
-        counts = (row.tokens // length for length in LENGTHS.values())
+        counts = (row.tokens // size for size in LENGTHS.values())
         values = (
             row.dcp,
             row.kind,

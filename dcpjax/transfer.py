@@ -110,6 +110,9 @@ def import_prefix(llm: LLM, prefix: CachedPrefix, *, cache_salt: str | None = No
 
 def _check(llm: LLM, prefix: CachedPrefix) -> None:
     runner, size = llm.runner, len(prefix.token_ids)
+    ids = np.asarray(prefix.token_ids)
+    if not np.issubdtype(ids.dtype, np.integer) or (size and not 0 <= ids.min() <= ids.max() < llm.config.vocab_size):
+        raise RequestError(f"prefix: its token_ids are not ids of this model's vocabulary of {llm.config.vocab_size}")
     if prefix.weights != _fingerprint(llm):
         raise RequestError(
             f"prefix: computed with other weights or another configuration (model {prefix.model!r}) than this engine's "

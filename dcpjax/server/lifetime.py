@@ -132,7 +132,7 @@ class _Lifetime:
             llm = await loaded
         except DcpjaxError as error:
             print(f"dcpjax.serve: error: {error}", file=sys.stderr, flush=True)
-            return 1
+            return 2
         except Exception:
             log.exception("the model could not be loaded")
             return 1

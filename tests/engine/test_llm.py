@@ -381,6 +381,14 @@ def test_without_a_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "messages", ["hello", {"role": "user", "content": "x"}, [[{"role": "user", "content": "x"}]], ["x"]]
+)
+def test_what_is_no_conversation_is_refused(messages):
+    with pytest.raises(RequestError, match="messages: give one conversation, a list of messages"):
+        LLM(num_blocks=4, max_model_len=64, max_num_seqs=1, max_num_batched_tokens=16).chat(messages)
+
+
+@pytest.mark.parametrize(
     "prompts",
     [None, 5, b"abc", {"prompt": [1]}, [1.7, 2.2], [5, "a"], ["a", 5], [[1], None], [[1.5]], "text and", [[]]],
 )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from dcpjax.quant import QArray, plain
 from models.config import read_config
 from models.quantconfig import quantization_of
 from models.stored import abstract, published
-from models.tensorfile import open_file
+from models.tensorfile import open_file, write_file
 from models.train import gates
 from models.weights import load
 
@@ -102,17 +103,34 @@ def test_nothing_is_overwritten(converted, tmp_path, capsys):
     before = {path.name for path in converted.iterdir()}
     with pytest.raises(ConfigError, match="exists already; nothing is overwritten"):
         convert(TINY, converted / "fp8", "nvfp4")
-    assert main(["--model", str(TINY), "--quantization", "fp8", "--out", str(tmp_path)]) == 1
+    assert main(["--model", str(TINY), "--quantization", "fp8", "--out", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("dcpjax.convert: error: ") and "exists already" in line
     assert {path.name for path in converted.iterdir()} == before
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_what_no_number_is_in_is_not_converted(tmp_path, capsys, name, value):
+    """It would give a checkpoint that is damaged from the start."""
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    tensors = {key: np.array(tensor) for key, tensor in open_file(folder / "model.safetensors").tensors.items()}
+    wrong = "model.layers.2.mlp.experts.1.down_proj.weight"
+    tensors[wrong][3, 5] = value
+    specs = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+    write_file(folder / "model.safetensors", specs, tensors.__getitem__)
+    assert main(["--model", str(folder), "--quantization", name, "--out", str(tmp_path / "x")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{wrong} holds values that are NaN or infinite" in line
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_conversion_that_fails_leaves_nothing(data, tmp_path):
     """Experts of 40 columns are no whole groups."""
     assert (
         main(["--model", str(data / "golden" / "b_group2"), "--quantization", "nvfp4", "--out", str(tmp_path / "x")])
-        == 1
+        == 2
     )
     assert not [*tmp_path.iterdir()]
 

@@ -117,6 +117,17 @@ def test_what_does_not_fit_is_printed_too(tmp_path, capsys):
         build.resolve(GLM, config, plan.read_subject(model).form_of, abstract_plan(size, 4), 141 * GB)
 
 
+def test_a_step_needs_room_too(tmp_path, capsys):
+    """Weights and cache fit, but what a step needs beside them does not; with the share that is told it does."""
+    flags = ["--model", "glm-5.2-fp8", "--tp", "8", "--gpu-memory", "141GB", "--gpu-memory-utilization"]
+    code, found = run(tmp_path, *flags, "0.99")
+    assert code == 2 and not found["fits"] and found["kv_tokens"] > 0
+    assert "gpu_memory_utilization 0.99 leaves 1,410,000,000: lower it" in found["refusal"]
+    assert "LESS THAN THAT" in capsys.readouterr().out
+    (change,) = found["changes"]
+    assert run(tmp_path, *flags, change.split()[1])[0] == 0
+
+
 @pytest.mark.parametrize(
     "config, words, change",
     [
@@ -150,6 +161,13 @@ def test_changes_with_which_it_fits(config, words, change):
         (["--gpu-memory", "much"], "is not an amount such as 141GB"),
         (["--max-model-len", "2M", "--model", "glm-5.2-fp8", "--tp", "8"], "must be between 2"),
         (["--json", "/no/such/folder/plan.json"], "cannot be written"),
+        (["--json", "/"], "cannot be written: give a file"),
+        (["--gpu-memory", "141"], "'141' is 141 bytes; give the unit too"),
+        (["--memory-bandwidth", "0"], "give the unit too"),
+        (["--context", "auto"], "is not a number of tokens such as 8192, 128k or 1M"),
+        (["--tp", "99999999999999999999"], "tensor_parallel_size must be below"),
+        (["--max-num-batched-tokens", "10000000000000"], "max_num_batched_tokens must be below"),
+        (["--max-num-batched-tokens", "2000000000"], "is more than 128 rows (max_num_seqs) of 4,096 tokens"),
     ],
 )
 def test_refusals_are_one_line(capsys, argv, words):

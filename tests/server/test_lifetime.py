@@ -107,7 +107,7 @@ def test_not_ready_while_loading_and_a_signal_ends_that():
 
 def test_a_model_that_cannot_be_loaded_is_one_line_and_not_0():
     with ServerProcess(fake={"broken": True}, wait=False) as server:
-        assert server.wait() == 1
+        assert server.wait() == 2
         assert server.stderr == ["dcpjax.serve: error: this model is broken; take another\n"] and not server.stdout
 
 
