@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from dcpjax.errors import ConfigError
 from dcpjax.pallas_kernels.indexer_scores_triton import has_width
+from dcpjax.pallas_kernels.lse_merge_triton import has_part
 from dcpjax.pallas_kernels.sparse_mla_triton import has_widths
 
 CHOICES = {
@@ -59,7 +60,7 @@ class Kernels:
             return cls()
         return cls(
             sparse_mla="triton" if has_widths(kv_rank, rope_dim, packed) else "xla",
-            merge="triton" if _is_power(kv_rank) else "xla",
+            merge="triton" if has_part(kv_rank) else "xla",
             indexer="triton" if has_width(index_dim, packed) else "xla",
             topk="triton",
             # By tokens and widths, which differ from step to step: see `fitting` there.
@@ -104,7 +105,7 @@ class Kernels:
         for name, rows, serves in (
             ("sparse_mla", f"{stored}rows of {kv_rank} and {rope_dim} values", has_widths(kv_rank, rope_dim, packed)),
             ("indexer", f"{stored}keys of {index_dim} values", has_width(index_dim, packed)),
-            ("merge", f"parts of {kv_rank} values", _is_power(kv_rank)),
+            ("merge", f"parts of {kv_rank} values", has_part(kv_rank)),
         ):
             if getattr(self, name) != "xla" and not serves:
                 raise ConfigError(f"kernels: {name} {getattr(self, name)!r} does not serve {rows}; use 'xla'")
@@ -114,8 +115,3 @@ class Kernels:
         """One line for a log."""
         line = ", ".join(f"{name} {getattr(self, name)}" for name in CHOICES)
         return line + ("; sparse_mla splits at fixed places" if self.invariant else "")
-
-
-def _is_power(width: int) -> bool:
-    """Of two, as blocks in Triton are."""
-    return not width & (width - 1)

@@ -28,6 +28,15 @@ def _is_scalar(prompts: list[Any]) -> bool:
     return bool(prompts) and isinstance(prompts[0], np.ndarray | jax.Array) and prompts[0].ndim == 0
 
 
+def check_conversation(messages: Any) -> None:
+    """Raises `RequestError` unless these are the messages of one conversation."""
+    if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
+        raise RequestError(
+            "messages: give one conversation, a list of messages such as {'role': 'user', 'content': 'Hello'}; for "
+            "several conversations call chat for each"
+        )
+
+
 def as_ids(name: str, ids: Any) -> list[int]:
     """Token ids as Python ints. Anything that is not a list of whole numbers is refused, not rounded."""
     if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):

@@ -145,7 +145,8 @@ def step(
 ) -> tuple[PagedCache, PagedCache | None, RowState, StepOutput]:  # fmt: skip
     """Reset new rows, run the target on all query tokens, verify drafts or sample a token, advance the rows, draft.
 
-    `allowed [B, verified + 1, ceil(V / 32)]` uint32: see `verify`; read only if the plan has rows with a grammar. The caches and `state` are donated by the runner. Without a `spec` the draft's cache is left as it is.
+    `allowed [B, verified + 1, ceil(V / 32)]` uint32: see `verify`; read only if the plan has rows with a grammar.
+    The caches and `state` are donated by the runner. Without a `spec` the draft's cache is left as it is.
     """
     fields, stops, tokens, pages = _unpack(packed, shape)
     at = dict(zip(_FIELDS, fields, strict=True))

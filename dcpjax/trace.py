@@ -37,7 +37,8 @@ class Trace:
     """Activations of S tokens, numpy float32. `mtp_*` are None unless a next token was given, parts unless asked for.
 
     logits `[S, V]`; hidden_states `[N+1, S, D]` (embeddings, then after each layer); final_hidden `[S, D]` (after the
-    final norm); latent `[N, S, W]` as cached, 8-bit values times their scales; topk: full layer → `[S, K]` int32 positions, ascending, −1 past the end.
+    final norm); latent `[N, S, W]` as cached, 8-bit values times their scales;
+    topk: full layer → `[S, K]` int32 positions, ascending, −1 past the end.
     mtp_logits `[S, V]`, mtp_hidden and mtp_hidden_prenorm `[S, D]`, mtp_topk `[S, K]`: row i joins hidden state i with
     token i + 1 (the last with the next token given).
     """

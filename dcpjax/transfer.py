@@ -27,7 +27,8 @@ _NOT_ROWS = ("model", "weights", "token_ids")
 class CachedPrefix:
     """Rows of the first S tokens of a sequence.
 
-    model: name of the model that computed them, and weights: what tells its weights from others. token_ids: `[S]` int32. latent `[N, S, W]` and index `[X, S, I]` of the
+    model: name of the model that computed them, and weights: what tells its weights from others.
+    token_ids: `[S]` int32. latent `[N, S, W]` and index `[X, S, I]` of the
     target's layers; draft_latent and draft_index `[1, S, …]` of draft slots 0 … S − 1, or None from an engine that keeps
     no draft rows. Numpy, in the dtype of the cache.
     """

@@ -38,7 +38,8 @@ def indexer_scores(
 
     `backend` is "xla", "triton" or, for tests, "interpret". `queries` is the tokens that share one read of the keys
     there: the tokens of each row when all rows have as many (default: T / B, at most 8). It decides speed alone:
-    neighbours that turn out to belong to different rows are taken in turn. Raises `NotImplementedError` where the kernel does not serve these arguments.
+    neighbours that turn out to belong to different rows are taken in turn. Raises
+    `NotImplementedError` where the kernel does not serve these arguments.
     """
     if backend != "xla":
         interpret = backend == "interpret"

@@ -31,6 +31,11 @@ class MergeConfig:
         return cls(rows=4, width=width, warps=4, interpret=interpret)
 
 
+def has_part(width: int) -> bool:
+    """Whether the kernel merges parts of `width` values: powers of two, as blocks in Triton are."""
+    return not width & (width - 1)
+
+
 def merge_splits(
     out: jax.Array, lse: jax.Array, *, out_dtype: Any, config: MergeConfig | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -82,7 +87,7 @@ def _merge(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The kernel over rows whose parts `read_lse` and `read_part` fetch from `arrays`."""
     config = MergeConfig.choose(rows, width) if config is None else config
-    if width & (width - 1) or config.width > width:
+    if not has_part(width) or config.width > width:
         raise NotImplementedError(f"merging parts of width {width} in slices of {config.width}: use a power of two")
 
     def kernel(*refs):

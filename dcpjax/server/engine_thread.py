@@ -124,7 +124,8 @@ class EngineThread:
     def submit(self, jobs: Sequence[Job], name: str = "", whole: bool = False) -> Ticket:
         """Hands jobs to the engine, all or none; await `Ticket.accepted` next. Choices of a prompt stand in order.
 
-        name: see `cut`. whole: nobody wants to see a job grow: it brings its first token, and at its end all others. Raises `ApiError` if the engine is dead, or too many wait for it.
+        name: see `cut`. whole: nobody wants to see a job grow: it brings its first token, and at its end all others.
+        Raises `ApiError` if the engine is dead, or too many wait for it.
         """
         if self.dead:
             raise _death()
