@@ -157,13 +157,15 @@ def resolve(
     on_cpu = plan.platform == "cpu"
     seqs = _count("max_num_seqs", config.max_num_seqs, 16 if on_cpu else 128)
     needed = seqs * (1 if spec is None else spec.num_drafts + 1)
-    tokens = _count("max_num_batched_tokens", config.max_num_batched_tokens, max(512 if on_cpu else 2048, needed))
+    most = seqs * cfg.max_position
+    usual = min(512 if on_cpu else 2048, most)
+    tokens = _count("max_num_batched_tokens", config.max_num_batched_tokens, max(usual, needed))
     if tokens < needed:
         raise ConfigError(
             f"max_num_batched_tokens {tokens} is too small: each of {seqs} rows (max_num_seqs) needs {needed // seqs} "
             "tokens a step, its newest and the drafts. Raise it, or lower max_num_seqs"
         )
-    if tokens > seqs * cfg.max_position:
+    if tokens > most:
         raise ConfigError(
             f"max_num_batched_tokens {tokens:,} is more than {seqs} rows (max_num_seqs) of {cfg.max_position:,} tokens, the "
             "model's longest sequence, can have: lower it, or leave it out"
