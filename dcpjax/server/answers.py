@@ -18,9 +18,12 @@ async def off_loop[T](size: int, work: Callable[..., T], *arguments: Any) -> T:
 
 
 class JsonResponse(Response):
+    """An answer whose content is written as JSON. Raises `TypeError` for what JSON has no form for."""
+
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
+        """`content` as UTF-8 JSON without blanks."""
         return orjson.dumps(content)
 
 

@@ -51,6 +51,7 @@ def written(value: str, kinds: Kinds) -> str:
 
 
 def quoted(text: str) -> str:
+    """A JSON string of `text`; characters beyond ASCII stay as they are."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -27,7 +27,7 @@ class Conversation:
 
 
 async def begin(body: ChatBody, served: Served, options: ServerOptions, name: str, whole: bool) -> Conversation:
-    """name, whole: of the ticket. Raises `ApiError` or `RequestError` for what is refused."""
+    """Submits a chat. name, whole: of the ticket. Raises `ApiError` or `RequestError` for what is refused."""
     served.check_model(body.model)
     _refuse(body)
     logprobs = _logprobs(body, options)

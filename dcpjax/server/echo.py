@@ -46,12 +46,14 @@ class EchoRunner:
         self._rows: dict[int, _Row] = {}  # by row slot
 
     def check(self, request: Request) -> None:
+        """Raises `RequestError` for ids outside the vocabulary, as `Runner.check` does."""
         for name, ids in (("prompt", request.prompt), ("stop_token_ids", request.params.stop_token_ids)):
             bad = [token for token in ids if not 0 <= token < self._vocab_size]
             if bad:
                 raise RequestError(f"{name}: token id {bad[0]} is not in the vocabulary of {self._vocab_size} ids")
 
     def dispatch(self, plan: StepPlan) -> "_Done":
+        """The whole step; tokens and counts as `StepResult` has them: int32 `[rows, 1 + drafts]` and `[rows]`."""
         tokens = np.full((len(plan.rows), self.num_drafts + 1), -1, np.int32)
         accepted = np.zeros(len(plan.rows), np.int32)
         for i, planned in enumerate(plan.rows):
@@ -159,6 +161,8 @@ def _logprobs(tokens: np.ndarray, vocab_size: int) -> RowLogprobs:
 
 @dataclasses.dataclass(frozen=True)
 class EchoConfig:
+    """What the server reads of a `ModelConfig`. vocab_size: ids."""
+
     vocab_size: int
 
 
@@ -204,6 +208,7 @@ class EchoLLM:
         )
 
     def describe(self) -> list[str]:
+        """The start-up lines."""
         return [f"echo engine: {self.engine.scheduler.pool.capacity} blocks, sequences of {self.max_model_len} tokens"]
 
     def add(

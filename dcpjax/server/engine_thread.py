@@ -31,7 +31,8 @@ class Model(Protocol):
     """What the thread needs of an `LLM`."""
 
     @property
-    def engine(self) -> EngineCore: ...
+    def engine(self) -> EngineCore:
+        """The engine, which only the thread may touch."""
 
     def add(
         self,
@@ -43,15 +44,18 @@ class Model(Protocol):
         cache_salt: str | None = None,
         no_store: bool = False,
         grammar: Grammar | None = None,
-    ) -> Request: ...
+    ) -> Request:
+        """As `LLM.add`. Raises `RequestError` for what can never run."""
 
 
 class Observer(Protocol):
     """Is told, in the engine thread, what happens to requests; see `Metrics`."""
 
-    def tokens(self, request: Request, count: int, since_last: float | None) -> None: ...
+    def tokens(self, request: Request, count: int, since_last: float | None) -> None:
+        """`count` tokens came; `since_last`: seconds since those before, None for the first."""
 
-    def finished(self, request: Request) -> None: ...
+    def finished(self, request: Request) -> None:
+        """The request has ended, for whatever reason."""
 
 
 @dataclasses.dataclass
@@ -97,6 +101,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
+        """Starts the thread; once."""
         self._thread.start()
 
     def stop(self, timeout: float) -> bool:

@@ -51,10 +51,12 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def body(self) -> dict:
+        """The error object of OpenAI's protocols, with vLLM's words for `type`."""
         kind = _TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
 
     def anthropic_body(self) -> dict:
+        """The error object of Anthropic's protocol."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
@@ -77,10 +79,12 @@ def bad_request(error: RequestError) -> ApiError:
 
 
 def unavailable(message: str, retry_after: int | None = None) -> ApiError:
+    """503. retry_after: seconds that the client is told to wait."""
     return ApiError(503, message, headers={} if retry_after is None else {"Retry-After": str(retry_after)})
 
 
 def internal(request_id: str) -> ApiError:
+    """500, which tells the client the request's id and nothing of the cause."""
     return ApiError(500, f"The server failed on request {request_id}; its log says why.")
 
 

@@ -37,12 +37,15 @@ JSON_FLAGS = (
 
 
 class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line and exit code 2."""
+
     def error(self, message: str) -> NoReturn:
         """One line that says what to change, instead of a page of usage."""
         self.exit(2, f"{self.prog}: error: {message} (--help lists all flags)\n")
 
 
 def make_parser(program: str = "dcpjax.serve") -> Parser:
+    """A parser of all flags. program: the name its errors begin with."""
     parser = Parser(
         prog=program,
         description="Serves a GLM-5.2 checkpoint over the OpenAI and Anthropic protocols.",
@@ -158,6 +161,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
 
 
 def json_object(text: str) -> dict[str, Any]:
+    """A flag's JSON object. Raises `argparse.ArgumentTypeError`, as do the other forms below."""
     value = _json(text)
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text[:200]!r} is not a JSON object")
@@ -165,6 +169,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def json_list(text: str) -> list[str]:
+    """A flag's JSON list of strings."""
     value = _json(text)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise argparse.ArgumentTypeError(f"{text[:200]!r} is not a JSON list of strings")
@@ -179,10 +184,12 @@ def _json(text: str) -> Any:
 
 
 def kernels(text: str) -> str | dict[str, Any]:
+    """`auto`, `xla`, or a JSON object by the kernel's name; see `Kernels`."""
     return text if text in ("auto", "xla") else json_object(text)
 
 
 def count(text: str) -> int:
+    """A whole number of at least 1."""
     try:
         value = int(text)
     except ValueError:

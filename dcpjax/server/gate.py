@@ -35,6 +35,7 @@ class Gate:
 
     @classmethod
     def around(cls, app: ASGIApp, service: Service) -> ASGIApp:
+        """`app` behind a gate, behind the answers to what browsers ask first (CORS)."""
         cors = service.options.cors
         return CORSMiddleware(
             cls(app, service),

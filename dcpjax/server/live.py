@@ -33,6 +33,7 @@ FREE, CACHED, USED, SHARED = "fcus"
 
 
 def page() -> Response:
+    """`GET /`: the page. It needs no key: what it shows comes from `/live`, which does."""
     return Response(
         _PAGE.read_bytes(),
         media_type="text/html",

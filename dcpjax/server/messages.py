@@ -34,6 +34,7 @@ async def messages(request: Request, body: MessagesBody, served: Served, options
 
 
 async def count_tokens(body: CountBody, served: Served, options: ServerOptions) -> dict[str, Any]:
+    """`{"input_tokens": N}` of the prompt that `messages` would render. Raises `ApiError` or `RequestError`."""
     served.check_model(body.model)
     prompt = await asyncio.to_thread(render_chat, chat_body(body), served, options)
     return {"input_tokens": len(prompt.token_ids)}

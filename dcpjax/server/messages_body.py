@@ -10,7 +10,7 @@ from dcpjax.server.protocol import Body, ChatBody, Finite, Stop, explain
 
 
 class CountBody(Body):
-    """Of `count_tokens`: everything that makes the prompt."""
+    """The body of `POST /v1/messages/count_tokens`: everything that makes the prompt."""
 
     model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -21,6 +21,8 @@ class CountBody(Body):
 
 
 class MessagesBody(CountBody):
+    """The body of `POST /v1/messages`, by Anthropic's published protocol."""
+
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
     temperature: Finite | None = Field(None, ge=0)
@@ -32,7 +34,7 @@ class MessagesBody(CountBody):
 
 
 def chat_body(body: CountBody) -> ChatBody:
-    """Raises `ApiError`."""
+    """The same wish as a chat body. Raises `ApiError` (400) for what a chat cannot say."""
     wish: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
     if body.tools:
         wish["tools"] = [_tool(i, tool) for i, tool in enumerate(body.tools)]

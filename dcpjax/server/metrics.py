@@ -75,6 +75,7 @@ class Metrics:
         self._steps = {phase: steps.labels(**self._labels, phase=phase) for phase in ("prefill", "decode")}
 
     def render(self) -> bytes:
+        """All metrics in Prometheus' text format, UTF-8."""
         return prometheus_client.generate_latest(self._registry)
 
     def tokens(self, request: Request, count: int, since_last: float | None) -> None:
@@ -108,7 +109,7 @@ class Metrics:
             self._per_token.observe((times.finished - times.first_token) / (count - 1))
 
     def step(self, prompt_tokens: int, decode_tokens: int, seconds: float) -> None:
-        """A step of so many query tokens was made."""
+        """A step of so many query tokens was made, in `seconds`."""
         self._step_tokens.observe(prompt_tokens + decode_tokens)
         self._steps["prefill" if prompt_tokens else "decode"].observe(seconds)
 

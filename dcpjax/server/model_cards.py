@@ -7,6 +7,7 @@ from dcpjax.server.service import Served
 
 
 def model_card(served: Served, name: str) -> dict[str, Any]:
+    """The entry of `name` in the list of models: OpenAI's fields, and vLLM's `root`, `max_model_len`, `permission`."""
     return {
         "id": name,
         "object": "model",

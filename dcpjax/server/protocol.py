@@ -23,6 +23,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Body(pydantic.BaseModel):
+    """What all bodies share: strict types, unknown fields ignored."""
+
     model_config = pydantic.ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
@@ -70,6 +72,8 @@ class SamplingBody(Body):
 
 
 class ChatBody(SamplingBody):
+    """The body of `POST /v1/chat/completions`: OpenAI's protocol, with the fields that vLLM and GLM add."""
+
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -92,6 +96,8 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
+    """The body of `POST /v1/completions`: OpenAI's protocol, with vLLM's fields. prompt: texts or lists of ids."""
+
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: int | None = Field(None, ge=-1)
     echo: bool | None = None
@@ -101,6 +107,8 @@ class CompletionBody(SamplingBody):
 
 
 class TokenizeBody(Body):
+    """The body of `POST /tokenize`, by vLLM's protocol: a prompt, or the messages of a chat."""
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
@@ -116,6 +124,8 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
+    """The body of `POST /detokenize`, by vLLM's protocol."""
+
     model: str | None = None
     tokens: list[TokenId]
 
@@ -157,6 +167,7 @@ async def read_body[B: Body](request: Request, kind: type[B], max_bytes: int) ->
 
 
 def explain(error: pydantic.ValidationError) -> ApiError:
+    """A 400 that names the first field that is wrong, what is wrong with it, and what it was."""
     # In a union every member complains; the first complaint is the plainest one.
     first = error.errors(include_url=False, include_context=False)[0]
     place = [str(part) for part in first["loc"]]

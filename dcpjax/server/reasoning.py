@@ -31,6 +31,7 @@ class Reasoning:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str]:
+        """More text came."""
         if not self.thinking:
             return "", text
         if self._start:
@@ -52,5 +53,6 @@ class Reasoning:
         return whole[:keep], ""
 
     def finish(self) -> tuple[str, str]:
+        """No more will come: what was held back."""
         held, self._held = self._held, ""
         return held, ""

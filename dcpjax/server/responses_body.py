@@ -10,6 +10,8 @@ from dcpjax.server.protocol import Body, ChatBody, Finite, explain
 
 
 class ResponsesBody(Body):
+    """The body of `POST /v1/responses`, by OpenAI's published protocol."""
+
     model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -30,7 +32,7 @@ class ResponsesBody(Body):
 
 
 def chat_body(body: ResponsesBody) -> ChatBody:
-    """Raises `ApiError`."""
+    """The same wish as a chat body. Raises `ApiError`: 404 for a stored response, 400 for what a chat cannot say."""
     if body.previous_response_id is not None:
         raise ApiError(
             404,

@@ -25,6 +25,8 @@ _STALL_SECONDS = 60
 
 
 class Phase(enum.Enum):
+    """What a server is at: in this order, but for DEAD, which follows on a failure of the engine."""
+
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
@@ -96,10 +98,12 @@ class Served:
 
     @property
     def name(self) -> str:
+        """The first served name, which answers carry."""
         return self.names[0]
 
     @property
     def vocab_size(self) -> int:
+        """Ids of the vocabulary."""
         return self.llm.config.vocab_size
 
     def tokenizer(self, param: str) -> Tokenizer:
@@ -111,6 +115,7 @@ class Served:
         return self.llm.tokenizer
 
     def check_model(self, name: str | None) -> None:
+        """Raises `ApiError` (404) for a name that is not served; None is any."""
         if name is not None and name not in self.names:
             raise ApiError(
                 404, f"The model {name[:200]!r} does not exist; this server has {', '.join(self.names)}.", "model"
@@ -135,6 +140,7 @@ class Service:
 
     @property
     def healthy(self) -> bool:
+        """Whether requests are answered: the model is loaded, and the engine makes steps."""
         return self.phase is Phase.READY and not self.served.thread.stalled(_STALL_SECONDS)
 
     def open(self, llm: "LLM", on_death: Callable[[], None]) -> None:

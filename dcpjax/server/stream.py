@@ -19,6 +19,7 @@ _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def frame(value: dict) -> bytes:
+    """A server-sent event whose data is `value` as JSON."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
@@ -35,7 +36,7 @@ OPENAI = Frames()
 
 
 async def with_pings(ticket: Ticket, seconds: float) -> AsyncGenerator[list[Update] | None]:
-    """The ticket's updates; None whenever nothing came for so long."""
+    """The ticket's updates; None whenever nothing came for `seconds`."""
     updates = aiter(ticket)
     waiting = asyncio.ensure_future(anext(updates, None))
     try:

@@ -24,9 +24,9 @@ _OLD = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 async def rules_of(body: SamplingBody, served: Served, thinking: bool) -> Rules:
-    """thinking: whether the answer begins inside a think block, to which no grammar applies.
+    """What makes the rules of a choice. thinking: whether the answer begins inside a think block, to which no grammar applies.
 
-    Raises `ApiError` or `RequestError`.
+    Raises `ApiError` or `RequestError` for forms that contradict each other or cannot be compiled.
     """
     wishes = [wish for wish in (_format(body), *_structured(body), *_forced(body)) if wish is not None]
     if not wishes and not body.bad_words:

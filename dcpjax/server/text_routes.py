@@ -10,6 +10,7 @@ from dcpjax.server.service import Served, ServerOptions
 
 
 async def tokenize(body: TokenizeBody, served: Served, options: ServerOptions) -> dict[str, Any]:
+    """The ids of a prompt or a chat, and how many fit. Raises `ApiError` or `RequestError`."""
     served.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: give either prompt or messages", "prompt")
@@ -28,7 +29,7 @@ async def tokenize(body: TokenizeBody, served: Served, options: ServerOptions) -
 
 
 async def detokenize(body: DetokenizeBody, served: Served) -> dict[str, Any]:
-    """All tokens are shown, control tokens too: the inverse of `tokenize`."""
+    """All tokens are shown, control tokens too: the inverse of `tokenize`. Raises `ApiError` for ids that there are not."""
     served.check_model(body.model)
     for token in body.tokens:
         if token >= served.vocab_size:

@@ -62,9 +62,11 @@ class Thread(Protocol):
 
     loop: asyncio.AbstractEventLoop
 
-    def abort(self, ticket: "Ticket") -> None: ...
+    def abort(self, ticket: "Ticket") -> None:
+        """Ends the ticket's jobs; nothing more is delivered."""
 
-    def cut_ticket(self, ticket: "Ticket") -> None: ...
+    def cut_ticket(self, ticket: "Ticket") -> None:
+        """Ends the ticket's jobs with a last update each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +130,11 @@ class Ticket:
 
     @property
     def pending(self) -> bool:
+        """Whether tokens are still to come."""
         return self._left > 0 and self._error is None
 
     def settle(self, error: Exception | None) -> None:
+        """The engine has taken the jobs, or `error` says why not."""
         if not self._accepted.done():
             if error is None:
                 self._accepted.set_result(None)
@@ -138,6 +142,7 @@ class Ticket:
                 self._accepted.set_exception(error)
 
     def deliver(self, update: Update) -> None:
+        """Something is new of one job; wakes the reader once there is enough."""
         earlier = self._updates.get(update.index)
         update = self._updates[update.index] = update if earlier is None else earlier.then(update)
         if update.index in self._begun and update.finish_reason is None and len(update.token_ids) < self._interval:
@@ -146,6 +151,7 @@ class Ticket:
         self._wake.set()
 
     def fail(self, error: Exception) -> None:
+        """Whoever waits or iterates gets `error`."""
         self.settle(error)
         self._error = error
         self._wake.set()

@@ -19,6 +19,8 @@ KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 
 @dataclasses.dataclass(frozen=True)
 class Content:
+    """Text that belongs to no call."""
+
     text: str
 
 
@@ -42,6 +44,7 @@ Part = Content | CallBegin | CallPart
 
 
 def call_id(prefix: str = "call_") -> str:
+    """A new id for a call: `prefix` and 24 hexadecimal digits."""
     return f"{prefix}{uuid.uuid4().hex[:24]}"
 
 
@@ -100,6 +103,7 @@ class ToolCalls:
         return calls if self._most is None else min(calls, self._most)
 
     def push(self, text: str) -> list[Part]:
+        """More text came."""
         text = self._held + text
         while True:
             before, tag, text = self._tags.split(text)
@@ -110,6 +114,7 @@ class ToolCalls:
         return self._take()
 
     def finish(self) -> list[Part]:
+        """No more will come: what was held back, and the end of a call that was cut."""
         held, self._held = self._held, ""
         if self._state == self._content:
             self._content(held, None)

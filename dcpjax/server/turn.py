@@ -10,6 +10,8 @@ from dcpjax.text import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Thought:
+    """A piece of the thinking."""
+
     text: str
 
 
@@ -60,6 +62,7 @@ class Turn:
 
     @property
     def num_calls(self) -> int:
+        """Calls so far."""
         return 0 if self._calls is None else self._calls.num_calls
 
     @property

@@ -34,6 +34,8 @@ _SAME = (
 
 @dataclasses.dataclass(frozen=True)
 class StreamOptions:
+    """include_usage: usage in a last chunk. continuous_usage: in every chunk."""
+
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -79,7 +81,7 @@ def sampling_params(
 
 
 def jobs(prompt: list[int], params: SamplingParams, body: SamplingBody, rules: Rules) -> list[Job]:
-    """One for each choice."""
+    """One for each choice; `rules` makes a grammar for each."""
     return [
         Job(prompt, params, choice, cache_salt=body.cache_salt, no_store=bool(body.no_store), grammar=rules())
         for choice in range(params.n)
