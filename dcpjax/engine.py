@@ -242,9 +242,10 @@ class EngineCore:
         return deltas + self._absorb(now)
 
     def reset_prefix_cache(self, running: bool = False) -> bool:
-        """Forgets all cached content, as after a change of weights; False and no change if a page is used.
+        """Forgets all cached content: no prompt takes over a row written before. Running requests go on with their own.
 
-        running: send running requests back to the queue first; they will compute their tokens anew.
+        running: send running requests back to the queue first; they will compute their tokens anew, as they must after a
+        change of weights. Returns whether no page is used now.
         """
         if self._inflight is not None and (running or not self.scheduler.running):
             # Pages are used as long as a step that may write them is in flight.

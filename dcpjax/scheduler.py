@@ -145,23 +145,24 @@ class Scheduler:
         and within a step rows are written before any are read.
         """
         stop = request.written // self.page_tokens
-        if stop <= request.published or request.no_store or self.prefix is None:
+        if stop <= request.published or request.no_store or request.outdated or self.prefix is None:
             return
         request.published = self.prefix.publish(self._keys(request), request.pages, request.published, stop)
 
     def reset_prefix_cache(self, running: bool = False) -> bool:
-        """Forgets all cached content; False and no change if a page is used.
+        """Forgets all cached content: nobody who is admitted from now on takes over a row written before. Pages in use
+        stay with their requests, which go on and publish no more; once pre-empted, they compute everything anew.
 
-        running: pre-empt all running requests before. Their pages are used until the steps in flight are read.
+        running: pre-empt all running requests before. Returns whether no page is used now: those of steps in flight are.
         """
         while running and self.running:
             self.preempt(self.running[-1])
-        if self.pool.num_used:
-            return False
         if self.prefix is not None:
             self.prefix.clear()
+        for request in self.running:
+            request.outdated = True
         self.hits.forget()
-        return True
+        return self.pool.num_used == 0
 
     def settle(self, epoch: int) -> None:
         """All outputs of the steps up to `epoch` were read."""
@@ -306,3 +307,4 @@ class Scheduler:
         self.pool.retire(request.drop_pages(), self.epoch)
         request.row = None
         request.matched = request.prefill = request.computed = request.published = 0
+        request.outdated = False

@@ -124,7 +124,8 @@ class PrefixCache:
             self._remove(node)
 
     def clear(self) -> None:
-        """Forgets all contents. No page may be used: a running sequence could not go on publishing."""
+        """Forgets all contents. Whoever still uses pages must publish nothing more of its sequence: the pages before
+        it are not known any more."""
         self.by_page[:] = [None] * len(self.by_page)
         self.num_cached = 0
         self._nodes.clear()

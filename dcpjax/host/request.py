@@ -223,6 +223,7 @@ class Request:
     metrics: Times = dataclasses.field(default_factory=Times)
     keys: PageKeys | None = None  # of its whole pages; None until they are asked for
     published: int = 0  # its first pages that others can hit
+    outdated: bool = False  # the cache was reset since its admission: its rows are not for others
     # The pages as the plans carry them. One object until the list grows: a reader may compare by identity.
     table: tuple[int, ...] = ()
 

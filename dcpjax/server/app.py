@@ -128,7 +128,9 @@ def _add_dev(app: fastapi.FastAPI, service: Service) -> None:
         await dev_routes.reset(request, service.served)
         return Response()
 
-    @app.api_route("/flush_cache", methods=["GET", "POST"], responses=_REFUSED)
+    @app.api_route(
+        "/flush_cache", methods=["GET", "POST"], responses=_REFUSED, openapi_extra=dev_routes.RESET_PARAMETERS
+    )
     async def flush(request: Request) -> Response:
         return await post_reset(request)
 

@@ -174,10 +174,7 @@ class EngineThread:
         self._call(lambda: self._publish(self._model.engine.abort_all()))
 
     async def reset_prefix_cache(self, running: bool) -> bool:
-        """Forgets what the prefix cache holds; False, and nothing is changed, while requests use it.
-
-        running: they go back to the queue first. Raises `ApiError` if the engine is dead, or dies of it.
-        """
+        """See `EngineCore.reset_prefix_cache`. Raises `ApiError` if the engine is dead, or dies of it."""
         return await self.ask(lambda engine: engine.reset_prefix_cache(running))
 
     async def ask[T](self, question: Callable[[EngineCore], T]) -> T:

@@ -22,22 +22,49 @@ from tests.engine.test_prefix_fake import ONE, ROOT, ask, make, prompt_of
 
 def test_inv_32_reset():
     engine = make(page=16, tokens=256)
-    ask(engine, prompt_of(100))
-    request = engine.add(prompt_of(100), SamplingParams(temperature=0, max_tokens=9))
-    engine.step()
-    engine.drain_events()
-    cached = engine.stats.prefix.cached_pages
-    assert not engine.reset_prefix_cache()
-    assert engine.stats.prefix.cached_pages == cached == 6 and engine.drain_events() == []
-    assert engine.stats.prefix.hit_rate > 0 and request.status == "running"
-    engine.drain()
-    free = engine.scheduler.pool.num_free
+    for want in (0, 96):
+        assert ask(engine, prompt_of(100)).cached_tokens == want
     engine.drain_events()
     assert engine.reset_prefix_cache() and engine.drain_events() == [Cleared()]
     stats = engine.stats.prefix
     assert (stats.cached_pages, stats.hit_rate, stats.counts.requests) == (0, 0, 2), "sums stay"
-    assert engine.scheduler.pool.num_free == free == 16
+    assert engine.scheduler.pool.num_free == 16
     assert ask(engine, prompt_of(100)).cached_tokens == 0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_reset_while_requests_run_makes_their_pages_nobody_elses(steps):
+    """They keep them and their text. What they write afterwards stands on rows from before, and is not shared either."""
+    engine = make(page=4, tokens=256, max_model_len=64)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    ask(engine, prompt_of(20))
+    runs = engine.add(prompt_of(20), params)
+    for _ in range(steps):
+        engine.step()
+    engine.drain_events()
+    assert not engine.reset_prefix_cache(), "its pages are used"
+    assert runs.status == "running" and runs.pages and engine.drain_events() == [Cleared()]
+    assert engine.stats.prefix.cached_pages == 0
+    same = engine.add(runs.tokens, params)
+    engine.drain()
+    assert same.cached_tokens == 0 and runs.output == expected(runs.prompt, params, 64)[0]
+    assert same.output == expected(same.prompt, params, 64)[0]
+    engine.scheduler.check()
+    # What was admitted after the reset can be hit: as much of it as is written.
+    assert ask(engine, same.tokens).cached_tokens == (same.num_tokens - 1) // 4 * 4
+
+
+def test_a_request_that_a_reset_left_running_shares_again_once_preempted():
+    engine = make(page=4, tokens=256, max_model_len=64)
+    request = engine.add(prompt_of(20), SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    engine.step()
+    engine.reset_prefix_cache()
+    engine.step()
+    assert engine.stats.prefix.cached_pages == 0
+    engine.scheduler.preempt(request)
+    engine.drain()
+    assert engine.stats.prefix.preempted.hits == 0
+    assert ask(engine, request.tokens).cached_tokens == (request.num_tokens - 1) // 4 * 4
 
 
 def test_reset_of_an_idle_engine_does_not_wait_for_a_step_that_is_nobodys():

@@ -27,6 +27,9 @@ class Device:
         self._rng = rng
         self._memory = [[JUNK] * PAGE for _ in range(self.num_pages)]
         self._rows = {}  # row slot → [slots written, token after them]
+        self.num_resets = 0
+        self._admitted = {}  # row slot → resets before its request was admitted
+        self._age = [0] * self.num_pages  # the same of whoever wrote the page last
         self.num_hits = 0
 
     def check(self, request):
@@ -47,6 +50,10 @@ class Device:
         if row.new:
             hit = [token for page in row.pages[: matched // PAGE] for token in self._memory[page]]
             assert hit == row.request.tokens[:matched], "a hit holds other tokens"
+            assert all(self._age[page] == self.num_resets for page in row.pages[: matched // PAGE]), (
+                "from before a reset"
+            )
+            self._admitted[row.row] = self.num_resets
             self.num_hits += matched > 0
         for slot, token in enumerate(row.tokens, row.start):
             if slot >= matched:
@@ -67,7 +74,9 @@ class Device:
 
     def _write(self, row, slot, token):
         if slot < row.request.limit:
-            self._memory[row.pages[slot // PAGE]][slot % PAGE] = token
+            page = row.pages[slot // PAGE]
+            self._memory[page][slot % PAGE] = token
+            self._age[page] = self._admitted[row.row]
 
     def _token(self):
         return EOS if self._rng.random() < 0.03 else self._rng.randrange(2)
@@ -104,8 +113,9 @@ def test_inv_21_24_33_random_operations():
         elif kind == "preempt" and scheduler.running:
             scheduler.preempt(scheduler.running[-1])
         elif kind == "reset":
-            done = engine.reset_prefix_cache(running=rng.random() < 0.5)
-            assert not done or scheduler.prefix.num_cached == scheduler.pool.num_used == 0
+            idle = engine.reset_prefix_cache(running=rng.random() < 0.5)
+            device.num_resets += 1
+            assert scheduler.prefix.num_cached == 0 and idle == (scheduler.pool.num_used == 0)
         else:
             done = False
         counts[kind] += done
@@ -123,6 +133,7 @@ def test_inv_21_24_33_random_operations():
 
     for n in range(1, 59):
         assert engine.reset_prefix_cache()
+        device.num_resets += 1
         prompt = [rng.randrange(2) for _ in range(n)]
         for want in (0, min(n // PAGE * PAGE, n - 1)):
             request = engine.add(prompt, SamplingParams(max_tokens=1))
