@@ -57,7 +57,8 @@ def select(
 ) -> Selection:  # fmt: skip
     """Exact global top-k of the indexer's scores over the visible slots `first_slot … batch.slots[t]`.
 
-    `q [T, heads, dim]`, `weight [T, heads]` (float32, both scale factors folded in), replicated.
+    `q [T, heads, dim]`, `weight [T, heads]` (float32, both scale factors folded in), replicated. topk: slots at most;
+    all visible ones where there are fewer. Source: the lightning indexer of DeepSeek-V3.2.
     """
     layout = index.layout
 
@@ -114,7 +115,8 @@ def attend(
 ) -> jax.Array:  # fmt: skip
     """Attention of `q [T, H, W]` (absorbed, heads sharded over the mesh) over the selected rows of one layer.
 
-    Returns `[T, H, value_width]` in q's dtype, sharded as q. A token without visible slots gives zeros.
+    Returns `[T, H, value_width]` in q's dtype, sharded as q. scale: factor of the scores. A token without visible slots
+    gives zeros. Source: the absorbed form of MLA (DeepSeek-V2, section 2.1), merged over ranks as `lse_merge` says.
     """
     layout = pool.layout
     rows_move = layout.shards > 1 and _movement(q, pool, batch, options) == "rows"
@@ -242,5 +244,5 @@ def _print_report(num_layers, shards, shapes, layer, tp, dcp, count, lse):
 
 
 def heads_sharded(x: jax.Array, plan: MeshPlan) -> jax.Array:
-    """Constrains `[T, H, …]` to lie with its heads over the whole mesh."""
+    """Constrains `x [T, H, …]`, of any dtype, to lie with its heads over the whole mesh."""
     return plan.constrain(x, None, "heads", *(None,) * (x.ndim - 2))

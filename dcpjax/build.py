@@ -119,7 +119,11 @@ def keep_compiled_programs() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """A configuration that can run: every check has passed, no weight was read and no memory taken."""
+    """A configuration that can run: every check has passed, no weight was read and no memory taken.
+
+    dtype: of activations and plain weights. shape: of all pools. layout: of the target's latent pool, the real number
+    of pages in it. limits: of a step. speculation: None without drafts.
+    """
 
     net: Network
     dtype: Any
@@ -137,10 +141,11 @@ def resolve(
     plan: MeshPlan | None = None,
     device_bytes: int | None = None,
 ) -> Resolved:
-    """Checks a configuration against a model and the devices there are. Raises `ConfigError`.
+    """Checks a configuration against a model and the devices there are. Raises `ConfigError`, `MemoryLimitError` where
+    what is asked for does not fit.
 
-    `form_of` says in which format weights lie in memory. `plan`, `device_bytes`: mesh and memory of devices that are not
-    there, see `abstract_plan`.
+    `form_of` says in which format weights lie in memory. `plan`, `device_bytes`: mesh and memory of devices that are
+    not there, see `abstract_plan`.
     """
     check_backend(config.backend)
     if plan is None:

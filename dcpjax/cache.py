@@ -75,7 +75,8 @@ def _record(value_width: int, rope: int, kind: str) -> Record:
 
 @struct.dataclass
 class Pool:
-    """Rows of several layers in pages: `data [layers, pages, page_tokens, width]`, each as its record says.
+    """Rows of several layers in pages: `data [layers, pages, page_tokens, width]` of `record.dtype`, each as its record
+    says.
 
     Axis 2 is ordered rank-major (owner, then page row) and sharded over dcp iff `layout.shards > 1`.
     Raises `ConfigError` when the array's real sharding is another one.
@@ -107,7 +108,8 @@ class Pool:
             )
 
     def write(self, layer: jax.Array | int, values: jax.Array, slots: jax.Array, plan: MeshPlan) -> "Pool":
-        """Writes `values [T, num_values]` to `slots [T]` of one layer, each on its owner; `nowhere` is dropped."""
+        """Writes `values [T, num_values]` (any float dtype) to pool slots `slots [T]` int32 of one layer, each on its
+        owner; `nowhere` is dropped."""
         layout, values = self.layout, self.record.pack(values)
 
         def body(data, values, slots):
@@ -126,7 +128,7 @@ class Pool:
 
 
 def pool_spec(layout: CacheLayout, plan: MeshPlan):
-    """Partition of a pool's array."""
+    """Partition of a pool's array: its rows over dcp where the layout has shards."""
     return plan.spec(None, None, "page_rows" if layout.shards > 1 else None, None)
 
 
@@ -170,14 +172,16 @@ def zero_pages[T](caches: T, ids: jax.Array) -> T:
 
 
 def pool_places(layout: CacheLayout, pages: Sequence[int], slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Page and column `[S]` each, in a pool's array, of a sequence's slots `[S]` on its `pages`: for reading rows out."""
+    """Page and column `[S]` each, in a pool's array, of a sequence's slots `[S]` on its `pages`: for reading rows out.
+    All int64, on the host."""
     place = np.asarray(pages)[slots // layout.page_tokens] * layout.page_tokens + slots % layout.page_tokens
     column = layout.owner(place) * layout.page_rows + layout.row(place) % layout.page_rows
     return place // layout.page_tokens, column
 
 
 def pool_slots(layout: CacheLayout, pages: jax.Array, row_of: jax.Array, slots: jax.Array) -> jax.Array:
-    """Sequence slots `[T]` (token numbers in a request) → slots of the pool; negative ones → nowhere."""
+    """Sequence slots `[T]` (token numbers in a request) → slots of the pool `[T]`; negative ones → nowhere. All int32:
+    `pages [B, P]` block tables, `row_of [T]` rows of them."""
     page = jnp.clip(slots // layout.page_tokens, 0, pages.shape[1] - 1)
     place = pages[row_of, page] * layout.page_tokens + slots % layout.page_tokens
     inside = (slots >= 0) & (slots < pages.shape[1] * layout.page_tokens)

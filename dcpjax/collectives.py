@@ -22,35 +22,36 @@ def check_backend(name: str) -> str:
 
 
 def rank(layout: CacheLayout) -> jax.Array | int:
-    """This device's rank among the shards of a pool."""
+    """This device's rank among the shards of a pool: an int32 scalar, 0 where there is one shard."""
     return jax.lax.axis_index("dcp") if layout.shards > 1 else 0
 
 
 def sum_devices(x: jax.Array) -> jax.Array:
-    """Sum over all devices of the mesh."""
+    """Sum of `x […]`, of any dtype, over all devices of the mesh; all of them get it."""
     return x if jax.lax.axis_size(ALL) == 1 else jax.lax.psum(x, ALL)
 
 
 def device_index() -> jax.Array:
-    """This device's place in an axis sharded over the whole mesh."""
+    """This device's place in an axis sharded over the whole mesh: an int32 scalar."""
     return jax.lax.axis_index(ALL)
 
 
 def gather_ranks(x: jax.Array, axis: int = 0) -> jax.Array:
-    """Concatenates the ranks' arrays along `axis`, in rank order."""
+    """Concatenates the ranks' arrays `x […, n, …]`, of any dtype, along `axis`, in rank order: `[…, N·n, …]`."""
     return jax.lax.all_gather(x, "dcp", axis=axis, tiled=True)
 
 
 def stack_ranks(x: jax.Array) -> jax.Array:
-    """Stacks the ranks' arrays along a new axis 0."""
+    """Stacks the ranks' arrays `x […]`, of any dtype, along a new axis 0: `[N, …]`."""
     return jax.lax.all_gather(x, "dcp")
 
 
 def merge_ranks(out: jax.Array, lse: jax.Array, backend: str, kernel: str = "xla") -> jax.Array:
     """Merges the ranks' parts and deals the heads back out.
 
-    `out [T, H, L]` and `lse [T, H]` (natural log, float32) hold all heads of the dcp group over this rank's tokens;
-    returns `[T, H/N, L]` float32: this rank's heads over all tokens. kernel: what sums parts after an all-to-all.
+    `out [T, H, L]` (any float dtype) and `lse [T, H]` (natural log, float32) hold all heads of the dcp group over this
+    rank's tokens; returns `[T, H/N, L]` float32: this rank's heads over all tokens. backend: one of `BACKENDS`. kernel:
+    what sums parts after an all-to-all.
     """
     if backend == "a2a":
         return _merge_a2a(out, lse, kernel)

@@ -259,6 +259,7 @@ class EngineCore:
 
     @property
     def stats(self) -> EngineStats:
+        """The counters, and how things stand now."""
         pool, prefix, hits = self.scheduler.pool, self.scheduler.prefix, self.scheduler.hits
         return EngineStats(
             running=len(self.scheduler.running),

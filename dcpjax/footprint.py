@@ -52,6 +52,7 @@ class CacheRow:
 
     @property
     def key(self) -> tuple[int, str, str, int]:
+        """What tells this layout from others."""
         return self.dcp, self.kind, self.draft_kv, self.index_shards
 
 
@@ -94,6 +95,7 @@ class Activations:
 
     @property
     def most(self) -> int:
+        """The larger of both, bytes."""
         return max(self.traced, self.compiled or 0)
 
 

@@ -27,6 +27,7 @@ class Subject:
 
     @property
     def form_of(self) -> FormOf:
+        """In which format each weight lies in memory."""
         return published(self.quantisation, self.cfg)
 
 
@@ -52,6 +53,7 @@ class Forecast:
 
     @property
     def weight_bytes(self) -> int:
+        """Of all groups together."""
         return sum(self.groups.values())
 
 

@@ -60,17 +60,17 @@ class Grammars:
         return self._checked(source, param)
 
     def regex(self, pattern: str, param: str) -> "Grammar":
-        """The whole text matches `pattern`."""
+        """The whole text matches `pattern`. Raises `RequestError` that names `param`."""
         return self._checked(llguidance.LLMatcher.grammar_from_regex(pattern), param)
 
     def choice(self, choices: Sequence[str], param: str) -> "Grammar":
-        """One of these texts."""
+        """One of these texts. Raises `RequestError` that names `param`."""
         if not choices or not all(isinstance(choice, str) and choice for choice in choices):
             raise RequestError(f"{param}: give a list of strings, none of them empty")
         return self.lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices), param)
 
     def lark(self, source: str, param: str) -> "Grammar":
-        """A Lark grammar, whose first rule is `start`. Tokens are named by id, as `<[1234]>`."""
+        """A Lark grammar, whose first rule is `start`; tokens are named by id, as `<[1234]>`. Raises `RequestError`."""
         return self._checked(llguidance.LLMatcher.grammar_from_lark(source), param)
 
     def _checked(self, source: str, param: str) -> "Grammar":
@@ -98,7 +98,7 @@ class Grammar:
 
 
 class GrammarRules:
-    """Follows one output; see `dcpjax.host.request.Grammar`."""
+    """Follows one output: a `dcpjax.host.request.Grammar`, whose `accept` and `masks` say what they do."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, thinking_ends: str | None):
         self._matcher = matcher
@@ -114,6 +114,7 @@ class GrammarRules:
             self._ended = True
 
     def masks(self, drafts: Sequence[int], allowed: np.ndarray) -> None:
+        """Narrows `allowed [k + 1, words]` uint32."""
         thinking = None if self._thinking is None else self._thinking.copy()
         taken = 0
         for row, draft in zip(allowed, [*drafts, None], strict=False):
@@ -151,7 +152,8 @@ class GrammarRules:
 
 
 class BadWords:
-    """Forbids the last token of every word whose other tokens were just written."""
+    """Forbids the last token of every word whose other tokens were just written. words: token ids. A
+    `dcpjax.host.request.Grammar` (`accept`, `masks`)."""
 
     def __init__(self, words: Sequence[Sequence[int]]):
         self._words = [tuple(word) for word in words]
@@ -162,6 +164,7 @@ class BadWords:
         self._tail = (*self._tail, token_id)[-self._most :] if self._most else ()
 
     def masks(self, drafts: Sequence[int], allowed: np.ndarray) -> None:
+        """Narrows `allowed [k + 1, words]` uint32."""
         for j, row in enumerate(allowed[: len(drafts) + 1]):
             before = (*self._tail, *drafts[:j])
             for word in self._words:
@@ -171,7 +174,8 @@ class BadWords:
 
 
 class AllOf:
-    """What all of several rules allow; where that is nothing, later ones give way."""
+    """What all of several rules allow; where that is nothing, later ones give way. A `dcpjax.host.request.Grammar`
+    (`accept`, `masks`)."""
 
     def __init__(self, *rules: GrammarRules | BadWords):
         self._rules = rules
@@ -181,6 +185,7 @@ class AllOf:
             rules.accept(token_id)
 
     def masks(self, drafts: Sequence[int], allowed: np.ndarray) -> None:
+        """Narrows `allowed [k + 1, words]` uint32."""
         for rules in self._rules:
             before = allowed.copy()
             rules.masks(drafts, allowed)

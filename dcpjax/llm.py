@@ -273,7 +273,7 @@ class LLM:
         no_store: bool = False,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation, rendered with the model's chat template; `template` goes to it as it is."""
+        """Answers one conversation by the chat template, which gets `template` as it is. Raises `RequestError`."""
         if self.tokenizer is None:
             raise RequestError("messages: this model has no tokenizer; use generate with token ids")
         check_conversation(messages)
@@ -293,7 +293,7 @@ class LLM:
             self._give_back(pages)
 
     def draft(self, token_ids: Sequence[int], k: int) -> Draft:
-        """The target's greedy next token, then k recursive greedy drafts."""
+        """The target's greedy next token, then k recursive greedy drafts. Raises `RequestError` or `ConfigError`."""
         ids = self._check_ids("token_ids", token_ids)
         if not self.config.has_mtp:
             raise ConfigError("this checkpoint has no MTP layer, so it cannot draft")

@@ -72,7 +72,7 @@ class MeshPlan:
         return NamedSharding(self.mesh, self.spec(*axes))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Tells the partitioner how `x` lies; with no axes, that every device holds all of it."""
+        """Tells the partitioner how `x […]`, of any dtype, lies; with no axes, that every device holds all of it."""
         return jax.lax.with_sharding_constraint(x, self.sharding(*axes))
 
     def per_device(self, body, in_specs, out_specs):

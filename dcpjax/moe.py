@@ -15,7 +15,8 @@ from dcpjax.quant import einsum, linear, specs
 
 
 def embed(table: jax.Array, tokens: jax.Array, plan: MeshPlan) -> jax.Array:
-    """Rows `[T, D]` of the vocabulary-sharded `table [V, D]`; ids outside the vocabulary give zeros."""
+    """Rows `[T, D]` of the vocabulary-sharded `table [V, D]`, in its dtype, for ids `tokens [T]` int32; ids outside the
+    vocabulary give zeros."""
 
     def body(table, tokens):
         local = tokens - collectives.device_index() * table.shape[0]
@@ -27,12 +28,15 @@ def embed(table: jax.Array, tokens: jax.Array, plan: MeshPlan) -> jax.Array:
 
 
 def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """`down · (silu(gate · x) * (up · x))`; weights `[F, D]`, `[F, D]`, `[D, F]`."""
+    """`down · (silu(gate · x) * (up · x))` of `x [T, D]`, in its dtype; weights `[F, D]`, `[F, D]`, `[D, F]`.
+
+    Source: Shazeer, GLU Variants Improve Transformer (2020).
+    """
     return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
 
 
 def dense_ffn(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, plan: MeshPlan) -> jax.Array:
-    """SwiGLU of `x [T, D]` with its width over the mesh."""
+    """`swiglu` of `x [T, D]`, in its dtype, with its width over the mesh."""
     into, out, whole = plan.spec("width", None), plan.spec(None, "width"), plan.spec()
 
     def body(x, gate, up, down):
@@ -66,7 +70,8 @@ def route(
 
 
 def experts_everywhere(x, experts, weight, gate, up, down):
-    """`experts_ffn` by every expert on every token: the least code and right for a few small experts (CPU)."""
+    """`experts_ffn` by every expert on every token, with its shapes and dtypes: the least code, and right for a few
+    small experts (CPU)."""
     share = jnp.zeros((x.shape[0], gate.shape[0]), jnp.float32)
     share = share.at[jnp.arange(x.shape[0])[:, None], jnp.where(experts < 0, gate.shape[0], experts)].add(
         weight, mode="drop"
@@ -76,7 +81,7 @@ def experts_everywhere(x, experts, weight, gate, up, down):
 
 
 def own_experts(experts: jax.Array, num_own: int) -> jax.Array:
-    """Numbers `[T, k]` of experts among the `num_own` on this device, −1 for those on other devices."""
+    """Numbers `[T, k]` int32, among the `num_own` on this device, of `experts [T, k]` int32; −1 for those elsewhere."""
     local = experts - collectives.device_index() * num_own
     return jnp.where((local >= 0) & (local < num_own), local, -1)
 
@@ -85,8 +90,8 @@ def moe_ffn(
     x: jax.Array, experts: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array,
     shared_gate: jax.Array, shared_up: jax.Array, shared_down: jax.Array, plan: MeshPlan, backend: str = "xla",
 ) -> jax.Array:  # fmt: skip
-    """Routed experts plus the shared one on `x [T, D]`; expert stacks `[E, I, D]`, `[E, I, D]`, `[E, D, I]`, where E
-    may be padded.
+    """Routed experts plus the shared one on `x [T, D]`, in its dtype; `experts [T, k]` int32 with `weight [T, k]`
+    float32; expert stacks `[E, I, D]`, `[E, I, D]`, `[E, D, I]`, where E may be padded, plain or quantised.
 
     `backend`: of `experts_ffn`, which serves as many tokens and as wide experts as its kernel has.
     """

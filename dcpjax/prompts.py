@@ -11,7 +11,7 @@ from dcpjax.errors import RequestError
 
 
 def as_list(prompts: Any) -> list[Any]:
-    """One prompt or several → a list of prompts."""
+    """One prompt or several → a list of prompts. Raises `RequestError` for what is neither."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
@@ -38,7 +38,8 @@ def check_conversation(messages: Any) -> None:
 
 
 def as_ids(name: str, ids: Any) -> list[int]:
-    """Token ids as Python ints. Anything that is not a list of whole numbers is refused, not rounded."""
+    """Token ids as Python ints. Anything that is not a list of whole numbers is refused, not rounded: `RequestError`
+    names `name`."""
     if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
         raise RequestError(f"{name}: got {type(ids).__name__}; give a list of token ids")
     try:

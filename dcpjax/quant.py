@@ -41,6 +41,7 @@ class QArray:
 
     @property
     def ndim(self) -> int:
+        """Axes: those of the stack, and the matrix's two."""
         return self.values.ndim
 
     def __len__(self) -> int:
@@ -48,7 +49,7 @@ class QArray:
 
 
 def dequantise(w: jax.Array | QArray, dtype: Any) -> jax.Array:
-    """The matrices in `dtype`, scaled in float32."""
+    """The matrices `[…, out, in]` in `dtype`, scaled in float32; a plain array is cast."""
     if not isinstance(w, QArray):
         return w.astype(dtype)
     values = _unpack(w.values) if w.packed else w.values.astype(jnp.float32)
@@ -79,7 +80,8 @@ def is_quantised(x: Any) -> bool:
 
 
 def specs(w: jax.Array | QArray, spec: PartitionSpec) -> Any:
-    """`spec` of the matrices as `shard_map` wants it for this representation: one for each array of it."""
+    """`spec` of the matrices `[…, out, in]` as `shard_map` wants it for this representation: one for each array of
+    it."""
     if not isinstance(w, QArray):
         return spec
     return w.replace(values=spec, scales=spec, factor=None if w.factor is None else PartitionSpec(*spec[:-2]))
@@ -91,7 +93,8 @@ def linear(x: jax.Array, w: jax.Array | QArray) -> jax.Array:
 
 
 def einsum(spec: str, x: jax.Array, w: jax.Array | QArray, out_dtype: Any = None) -> jax.Array:
-    """Einsum of activations and one weight. Full float32 products: TF32 would move discrete choices."""
+    """Einsum `spec` of activations `x […]` and one weight, in `out_dtype` (default: x's dtype). Full float32 products:
+    TF32 would move discrete choices."""
     dtype = x.dtype if out_dtype is None else out_dtype
     return jnp.einsum(
         spec, x, dequantise(w, x.dtype), precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype

@@ -41,6 +41,7 @@ class Floor:
 
     @property
     def total(self) -> float:
+        """Seconds of the step: one after the other, as they read the same memory."""
         return self.weights + self.attention + self.index + self.drafts
 
 

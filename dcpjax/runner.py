@@ -112,7 +112,7 @@ class _Scored:
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A dispatched step. `fetch` waits for it; until then the host goes on."""
+    """A dispatched step. `fetch` waits for its tokens `[B, k + 1]` int32 and all else of a `StepResult`."""
 
     output: StepOutput
     scores: tuple[jax.Array, ...] | None
@@ -166,7 +166,10 @@ def jit_step(cache: PagedCache, draft_cache: PagedCache | None, plan: MeshPlan) 
 
 
 class Runner:
-    """Owns what lives on the device and is changed by steps: the target's cache, the draft's, and the row state."""
+    """Owns what lives on the device and is changed by steps: the target's cache, the draft's, and the row state.
+
+    num_pages, page_tokens: of the pools. max_model_len, max_num_seqs, max_num_batched_tokens: see `Limits`. num_drafts:
+    the most of a step. zeroes_new_pages: whether pages are cleared before use."""
 
     def __init__(
         self, net: Network, params: Params, cache: PagedCache, draft_cache: PagedCache | None, limits: Limits,
@@ -393,5 +396,5 @@ class Runner:
         return costs
 
     def places(self, pages: list[int], slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Page and column `[S]` each of a request's slots in the target pools' arrays, for reading rows out."""
+        """Page and column `[S]` int64 each of a request's slots in the target pools' arrays, for reading rows out."""
         return pool_places(self.cache.latent.layout, pages, slots)

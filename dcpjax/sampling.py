@@ -79,6 +79,7 @@ class VocabState:
 
     @classmethod
     def empty(cls, num_rows: int, vocab: int) -> "VocabState":
+        """State of `num_rows` rows that have seen nothing, for `vocab` ids, padding included."""
         shape = (num_rows, vocab)
         return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.bool_), jnp.zeros(shape, jnp.float32))
 
@@ -231,9 +232,9 @@ def _best_set(x: jax.Array, weight: jax.Array, need: jax.Array) -> jax.Array:
 def uniform(rows: SamplingRows, position: jax.Array, token_ids: jax.Array, stream: int = TARGET) -> jax.Array:
     """Uniform noise of these tokens: float32 [M, N] in (0, 1), for position [M] int32 and token_ids [N] int32.
 
-    Each number is Threefry-2x32 of key (seed, choice and stream) and counter (position, token id) and of nothing else:
-    part of a vocabulary gets the numbers that the whole one gets. The hash's 64 bits make a number that is resolved
-    down to 2^-65 at its lower end.
+    Each number is Threefry-2x32 (Salmon et al., 2011) of key (seed, choice and stream) and counter (position, token id)
+    and of nothing else: part of a vocabulary gets the numbers that the whole one gets. The hash's 64 bits make a number
+    that is resolved down to 2^-65 at its lower end.
     """
     shape = (position.shape[0], token_ids.shape[0])
     choice = rows.choice.astype(jnp.uint32) | jnp.uint32(stream << 24)

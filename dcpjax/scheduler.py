@@ -72,7 +72,8 @@ class Scheduler:
         self._look_ahead = max(1, num_drafts)
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises `RequestError` if it could not run even alone."""
+        """Queues a request. Raises `RequestError` if it could not run even alone, `NeverFitsError` for want of
+        pages."""
         num_prompt, most = len(request.prompt), self.max_model_len
         if num_prompt == 0:
             raise RequestError("prompt: got no tokens, at least 1 is needed")

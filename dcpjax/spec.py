@@ -128,7 +128,7 @@ class Rows:
 
     @property
     def position(self) -> jax.Array:
-        """Index in its sequence of the first token that the step samples."""
+        """`[B]` int32: index in its sequence of the first token that the step samples."""
         return self.start + jnp.where(self.decode, 1, self.num_tokens)
 
 

@@ -28,7 +28,8 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class TextRules(Protocol):
-    """What a `TextStream` reads of the sampling parameters."""
+    """What a `TextStream` reads of the sampling parameters: `stop`, `include_stop_str_in_output`, `skip_special_tokens`
+    and `min_tokens`, see `SamplingParams`."""
 
     @property
     def stop(self) -> Sequence[str]: ...
@@ -66,7 +67,8 @@ class ChatTemplate:
 
 
 class Tokenizer:
-    """A byte-level tokenizer and its chat template. Safe to use from several threads."""
+    """A byte-level tokenizer and its chat template. Safe to use from several threads. Raises `ConfigError` for
+    others."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate | None = None):
         if not isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel):
@@ -112,6 +114,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered."""
         return self._template is not None
 
     def token_id(self, text: str) -> int | None:
@@ -127,6 +130,7 @@ class Tokenizer:
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
     def is_special(self, token_id: int) -> bool:
+        """Whether this is a control token, which decoding leaves out by default."""
         return token_id in self._special
 
     def to_json(self) -> str:

@@ -57,7 +57,8 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """k recursive greedy drafts after the target's greedy next token: tokens `[k]`, logits `[k, V]`, hidden `[k, D]`."""
+    """k recursive greedy drafts after the target's greedy next token, numpy: tokens `[k]` int32, logits `[k, V]` and
+    hidden `[k, D]` float32."""
 
     tokens: np.ndarray
     logits: np.ndarray

@@ -26,7 +26,8 @@ _UNUSED_SCALES = re.compile(r"\.(input_scale|input_global_scale|k_scale|v_scale|
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A folder's mapped tensors, known to be those of the network."""
+    """A folder's mapped tensors, known to be those of the network. tensors: read-only arrays `[…]`, in the dtype on
+    disk."""
 
     folder: pathlib.Path
     files: tuple[TensorFile, ...]

@@ -73,14 +73,17 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
+        """Decoder layers of the target."""
         return len(self.layers)
 
     @property
     def num_full_layers(self) -> int:
+        """Those of them that select."""
         return sum(kind.full for kind in self.layers)
 
     @property
     def qk_dim(self) -> int:
+        """Values of a head's query and expanded key."""
         return self.nope_dim + self.rope_dim
 
     @property
@@ -90,6 +93,7 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
+        """Factor of the attention's scores."""
         return self.qk_dim**-0.5
 
     @property

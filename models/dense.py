@@ -3,6 +3,8 @@
 It is the oracle of the tests and what training differentiates, so it shares no arithmetic with the serving path. It
 takes unpadded `Params`; every result has the parameters' dtype, while norms, softmax, router and index scores are
 computed in float32 at least. All functions can be jitted with the configuration static.
+
+Sources: DeepSeek-V2 (MLA), DeepSeek-V3 (experts, MTP), DeepSeek-V3.2 (the indexer).
 """
 
 import functools
@@ -95,7 +97,8 @@ def wide(dtype: Any) -> Any:
 
 
 def product(spec: str, x: jax.Array, w: jax.Array, dtype: Any = None) -> jax.Array:
-    """Einsum without TF32, which would move discrete choices. `dtype` is the result's (default: x's)."""
+    """Einsum `spec` of `x […]` and `w […]`, in `dtype` (default: x's), without TF32, which would move discrete
+    choices."""
     return jnp.einsum(spec, x, w, precision=jax.lax.Precision.HIGHEST, preferred_element_type=dtype or x.dtype)
 
 
@@ -226,7 +229,8 @@ def _largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 
 
 def mixture(w: Moe, x: jax.Array, weights: jax.Array) -> jax.Array:
-    """Σ weight·expert + shared expert. Every expert sees every token: simple, and exact."""
+    """Σ weight·expert + shared expert of `x [S, D]`, `weights [S, E]`. Every expert sees every token: simple, and
+    exact."""
     inner = jax.nn.silu(product("sd,eid->sei", x, w.gate)) * product("sd,eid->sei", x, w.up)
     routed = product("sei,edi->sd", inner * weights.astype(x.dtype)[..., None], w.down)
     return routed + swiglu(x, w.shared_gate, w.shared_up, w.shared_down)

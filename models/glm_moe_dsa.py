@@ -34,8 +34,8 @@ class Network:
 
 @struct.dataclass
 class Captured:
-    """Activations of a traced forward: states `[N + 1, T, D]` (embeddings, then after each layer), selected slots
-    `[X, T, K]` of the full layers."""
+    """Activations of a traced forward: states `[N + 1, T, D]` in the network's dtype (embeddings, then after each
+    layer), selected slots `[X, T, K]` int32 of the full layers."""
 
     states: jax.Array
     slots: jax.Array
@@ -43,7 +43,7 @@ class Captured:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a layer's weights and cache rows lie: ordinals among all, full, dense and sparse layers."""
+    """Where a layer's weights and cache rows lie: ordinals (int32 scalars) among all, full, dense and sparse layers."""
 
     layer: jax.Array | int
     full: jax.Array | int
@@ -56,7 +56,8 @@ def forward(
 ) -> tuple[jax.Array, PagedCache, Captured | None]:
     """Runs the target on one step's tokens.
 
-    Returns the hidden states after the final norm `[T, D]`, the cache with the written rows, and what was captured.
+    Returns the hidden states after the final norm `[T, D]`, in the embedding's dtype, the cache with the written rows,
+    and what was captured.
     """
     h = net.plan.constrain(moe.embed(params.embed, batch.tokens, net.plan))
     states, slots = [h[None]], []
@@ -101,7 +102,7 @@ def decoder_layer(
     layers: Layers, kind: LayerKind, place: Place, h: jax.Array, cache: PagedCache, batch: ForwardBatch,
     selection: Selection | None, net: Network,
 ) -> tuple[jax.Array, PagedCache, Selection]:  # fmt: skip
-    """One layer on `h [T, D]`: writes its rows, then reads keys from the cache alone.
+    """One layer on `h [T, D]`, in its dtype: writes its rows, then reads keys from the cache alone.
 
     A full layer makes its own selection unless one is given (frozen draft iterations: then no index key is written).
     """
@@ -129,9 +130,11 @@ def decoder_layer(
 
 
 def queries(w: Attention, h: jax.Array, positions: jax.Array, net: Network) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`h [T, D]` after its norm `[T, D]`, the low-rank query `[T, q_rank]`, and absorbed queries `[T, H, W]`, heads sharded.
+    """`h [T, D]` after its norm `[T, D]`, the low-rank query `[T, q_rank]`, and absorbed queries `[T, H, W]`, heads
+    sharded.
 
-    `w`: one layer's weights. W is the width of a latent row: the scores are products with rows as they lie in the cache.
+    All in h's dtype. `w`: one layer's weights. W is the width of a latent row: the scores are products with rows as
+    they lie in the cache.
     """
     cfg = net.cfg
     a = rms_norm(h, w.input_norm, cfg.norm_eps)

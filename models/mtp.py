@@ -25,7 +25,8 @@ def draft(
     """Runs the draft on `batch.tokens [T]` (each the token *after* its hidden state) and `hidden [T, D]`.
 
     With a `selection` given the iteration is frozen: no indexer runs and nothing is written (give write slots of
-    nowhere). Returns hidden states after and before the out norm `[T, D]`, the cache, and the selection used.
+    nowhere). Returns hidden states after and before the out norm `[T, D]`, in hidden's dtype, the cache, and the
+    selection used. Source: multi-token prediction of DeepSeek-V3 (section 2.2), one module that is run again.
     """
     w, cfg = params.mtp, net.cfg
     token = rms_norm(moe.embed(params.embed, batch.tokens, net.plan), w.token_norm, cfg.norm_eps)

@@ -45,10 +45,12 @@ class Weight:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
+        """Of the leaf in memory: stack, then matrix, padded."""
         return self._lead(self.places) + self.shape
 
     @property
     def full_axes(self) -> tuple[str | None, ...]:
+        """Logical axes of `full_shape`."""
         return ((None,) if self.layers else ()) + (("experts",) if self.experts else ()) + self.axes
 
     def _lead(self, experts: int) -> tuple[int, ...]:
@@ -283,7 +285,7 @@ def map_weights(f: Callable[[Weight], Any], tree: Any) -> Any:
 
 
 def init(cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Random unpadded parameters: matrices N(0, 1/fan_in), norms 1, biases 0, embeddings N(0, 1)."""
+    """Random unpadded parameters `[…]` in `dtype`: matrices N(0, 1/fan_in), norms 1, biases 0, embeddings N(0, 1)."""
     weights, tree = jax.tree.flatten(declare(cfg), is_leaf=is_weight)
     keys = jax.random.split(key, len(weights))
 

@@ -1,6 +1,7 @@
 """Matrices on the host into quantised formats and back, in numpy.
 
 Widening serves weights that cannot stay as they are stored; narrowing writes checkpoints (`dcpjax.convert`).
+The 4- and 8-bit numbers are those of the OCP microscaling formats (2023).
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,8 @@ def rows_of(tensors: Mapping[str, np.ndarray], parts: Parts, rows: slice) -> np.
 
 
 def factor_of(tensors: Mapping[str, np.ndarray], parts: Parts) -> np.float32:
-    """What multiplies all of an NVFP4 matrix."""
+    """What multiplies all of an NVFP4 matrix, a float32 scalar. Raises `CheckpointError` if it is 0 or no finite
+    number."""
     factor = checked(parts.factor, tensors[parts.factor]).astype(np.float32).reshape(())
     if factor == 0:
         raise CheckpointError(f"{parts.factor} is 0, which cannot be a scale; the checkpoint is damaged")
@@ -45,7 +47,7 @@ def factor_of(tensors: Mapping[str, np.ndarray], parts: Parts) -> np.float32:
 
 
 def checked(name: str, scales: np.ndarray) -> np.ndarray:
-    """The same scales. Raises `CheckpointError` if one is no finite number."""
+    """The same scales `[…]`, of any float dtype. Raises `CheckpointError` if one is no finite number."""
     # e4m3 has one NaN of each sign and no infinity.
     good = scales.view(np.uint8) & 127 != 127 if scales.dtype == _E4M3 else np.isfinite(scales.astype(np.float32))
     if not good.all():

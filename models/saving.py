@@ -36,7 +36,8 @@ def save(
     """Writes `params` (padded or not) under their public names, without padding, in `dtype` (None: as they are).
 
     A checkpoint larger than `file_bytes` is cut into files with an index. Weights that the folder held before are
-    replaced, and only when the new ones are complete. `raw_config` is written as `config.json`.
+    replaced, and only when the new ones are complete. `raw_config` is written as `config.json`. The host holds
+    `chunk_bytes` of a leaf at most, or one layer of it. Raises `CheckpointError` for quantised parameters.
     """
     if any(map(is_quantised, jax.tree.leaves(params, is_leaf=is_quantised))):
         raise CheckpointError("quantised parameters cannot be saved: widen them with dcpjax.quant.plain first")
@@ -70,7 +71,8 @@ def write_folder(
     fetch: Callable[[str], np.ndarray],
     file_bytes: int = 5_000_000_000,
 ) -> None:
-    """Writes tensors in the order of `specs`; `fetch(name)` gives each when its turn has come. See `save`."""
+    """Writes tensors in the order of `specs` (name → dtype, shape `[…]`); `fetch(name)` gives each when its turn has
+    come. See `save`."""
     groups = _cut(specs, file_bytes)
     files = (
         [SINGLE]

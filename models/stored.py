@@ -176,7 +176,7 @@ def published_parts(form: Format | None, name: str) -> Parts:
 
 
 def parts_of(tensors: Mapping[str, np.ndarray], name: str, matrix: bool) -> Parts:
-    """How the tensor `name` is stored. `matrix`: whether it may be quantised."""
+    """How the tensor `name` `[…]` is stored. `matrix`: whether it may be quantised, so that its dtype decides."""
     stem = name.removesuffix(".weight")
     if matrix and name not in tensors and f"{stem}.weight_packed" in tensors:
         packed, scale, factor = f"{stem}.weight_packed", f"{stem}.weight_scale", f"{stem}.weight_global_scale"

@@ -40,7 +40,7 @@ _LARGEST_HEADER = 100_000_000
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TensorFile:
-    """A mapped file: tensor name → read-only array."""
+    """A mapped file: tensor name → read-only array `[…]`, in the dtype on disk."""
 
     tensors: dict[str, np.ndarray]
     mapping: mmap.mmap
@@ -123,7 +123,8 @@ def write_file(
     tensors: dict[str, tuple[np.dtype, tuple[int, ...]]],
     fetch: Callable[[str], np.ndarray],
 ) -> None:
-    """Writes the named tensors in the order of the mapping; `fetch(name)` gives each when its turn has come."""
+    """Writes named tensors (dtype, shape `[…]`) in the mapping's order; `fetch(name)` gives each when its turn has
+    come."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize

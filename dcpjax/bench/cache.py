@@ -162,7 +162,10 @@ def replay(prompts: Sequence[Prompt], layout: CacheLayout) -> list[int]:
 
 
 def serve(pool: PagePool, cache: PrefixCache, keys: PageKeys, num_pages: int) -> int:
-    """One prompt's life without a model: finds, takes, publishes and gives back its pages. Returns how many it found."""
+    """One prompt's life without a model: finds, takes, publishes and gives back its pages. Returns how many it found.
+
+    Raises `ConfigError` if the pool is too small for it.
+    """
     found = cache.lookup(keys)
     taken = pool.take(num_pages - len(found), share=found)
     if taken is None:

@@ -104,7 +104,10 @@ def _keys_of(cache: PrefixCache, texts: Sequence[list[int]]) -> list[PageKeys]:
 
 
 class Plain:
-    """A cache of pages by key and nothing more: no tokens, no tree, no epochs. Plain dicts, one loop for each step."""
+    """A cache of pages by key and nothing more: no tokens, no tree, no epochs. Plain dicts, one loop for each step.
+
+    find, share, take, publish, give_back: the least that does what `PrefixCache` and `PagePool` do.
+    """
 
     def __init__(self, pages: int):
         self.index: dict[bytes, int] = {}

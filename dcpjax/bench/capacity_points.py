@@ -50,6 +50,7 @@ class Point:
 
     @property
     def predicted(self) -> float:
+        """The same ratio by `bytes_per_token`."""
         return self.base.bytes_per_token() / self.layout.bytes_per_token()
 
 

@@ -54,6 +54,7 @@ class Sizes:
 
     @property
     def model(self) -> ModelConfig:
+        """The toy network that is timed."""
         return toy.long_context(self.layers)
 
 
@@ -69,6 +70,7 @@ class Fit:
     scans: dict[str, float]
 
     def seconds(self, draft_kv: str, length: int) -> float:
+        """Of a step with this layout at `length` tokens of context."""
         return self.constant[draft_kv] + self.scan * self.scans[draft_kv] * length
 
     def ratio(self, length: int) -> float:

@@ -32,7 +32,8 @@ def exchanged(
     x: jax.Array, experts: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array,
     shared_gate: jax.Array, shared_up: jax.Array, shared_down: jax.Array, plan: MeshPlan,
 ) -> jax.Array:  # fmt: skip
-    """`moe_ffn` of whole experts on devices, by a padded exchange. The devices must divide the tokens."""
+    """`moe_ffn` of whole experts on devices, with its shapes and dtypes, by a padded exchange: `x [T, D]` → `[T, D]`.
+    The devices must divide T."""
     n = plan.num_devices
 
     def send(parts: jax.Array) -> jax.Array:
@@ -69,7 +70,8 @@ def received(devices: int, per_token: int) -> dict[str, float]:
 
 
 def inputs(moe_config: MoeConfig, width: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """Tokens, experts with weights, stacks, and a shared expert, all random."""
+    """Random arguments of `moe_ffn`, float32 but for the chosen experts (int32): tokens `[T, D]`, experts and weights
+    `[T, k]`, three stacks `[E, …]`, three matrices of a shared expert."""
     rng, m = np.random.default_rng(seed), moe_config
 
     def matrix(*shape: int) -> np.ndarray:
@@ -82,7 +84,7 @@ def inputs(moe_config: MoeConfig, width: int, tokens: int, seed: int = 0) -> tup
 
 
 def arms(args: tuple[np.ndarray, ...], devices: int) -> dict[str, Callable[[], Any]]:
-    """Compiled calls by name. Experts lie as each arm wants them."""
+    """Compiled calls by name, `inputs` (`[T, D]` float32 and on) given. Experts lie as each arm wants them."""
     made = {}
     for name, whole, layer in (("parts", False, moe.moe_ffn), ("sum", True, moe.moe_ffn), ("padded", True, exchanged)):
         plan = make_plan(devices, 1, whole)

@@ -53,6 +53,7 @@ class EventLog:
         self._events: list[Event] = []
 
     def add(self, event: Event) -> None:
+        """Tells of one more thing that happened."""
         self._events.append(event)
 
     def drain(self) -> list[Event]:

@@ -142,7 +142,8 @@ class CacheGroups:
     def key(self, group: Group, page: int, hashes: Sequence[bytes]) -> bytes:
         """Key of a group's page: the hashes of exactly its tokens, joined. To be stored beside the group's name.
 
-        hashes: one per `hash_tokens` tokens from the prompt's start, each chained to the one before.
+        hashes: one per `hash_tokens` tokens from the prompt's start, each chained to the one before; `ValueError` for
+        too few.
         """
         count = self.page_tokens(group) // self.hash_tokens
         if (page + 1) * count > len(hashes):
@@ -163,8 +164,8 @@ class CacheGroups:
     def lookup(self, hashes: Sequence[bytes], num_tokens: int, stored: Stored) -> Hit:
         """The longest hit that every group can serve, at most `num_tokens` − 1.
 
-        num_tokens: known tokens of the request.
-        hashes: as for `key`, for all whole units of the first `num_tokens` − 1 tokens at least.
+        num_tokens: known tokens of the request. stored: whether a group has a key.
+        hashes: as for `key`, for all whole units of the first `num_tokens` − 1 tokens at least; `ValueError` for fewer.
 
         Groups lower a candidate length in turn until all can serve it. What a drop looks ahead to follows from the
         candidate, so it is one page per length, however often a group is asked. The prefix of a full-attention hit is

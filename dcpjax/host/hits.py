@@ -79,4 +79,5 @@ class HitCounter:
 
     @property
     def hit_rate(self) -> float:
+        """Hits over queries of the newest requests, 0 … 1; 0 where nothing was asked."""
         return self._hits / self._queries if self._queries else 0.0

@@ -67,6 +67,7 @@ class PageKeys:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens so far, those behind the last whole page included."""
         return len(self.contents) * self._page_tokens + len(self._tail)
 
     @property

@@ -25,7 +25,8 @@ class Contents(Protocol):
 class PagePool:
     """Pages 1 … num_pages − 1; page 0 is the dummy that absorbs padding and is never given out.
 
-    contents: what is cached, such as a `PrefixCache`; None: nothing is.
+    contents: what is cached, such as a `PrefixCache`; None: nothing is. Raises `ConfigError` for fewer than 2 pages, or
+    if `contents` is about another number of them.
 
     Every operation is O(1) per page, and order is fixed: the same calls give the same ids on every host process.
     Steps are numbered by *epochs*, 1, 2, …: `retire` names the newest step that may still write a page, and the page is
@@ -56,10 +57,12 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
+        """Pages that can be taken now."""
         return len(self._free)
 
     @property
     def num_used(self) -> int:
+        """Pages that cannot."""
         return self.capacity - len(self._free)
 
     @property
@@ -97,7 +100,10 @@ class PagePool:
         return taken
 
     def retire(self, pages: Sequence[int], epoch: int) -> None:
-        """Ends one reference to each of `pages`, at once if step `epoch` is settled, else when it is."""
+        """Ends one reference to each of `pages`, at once if step `epoch` is settled, else when it is.
+
+        Raises `ValueError` for an epoch older than one before, or a page that nobody holds: faults of the caller.
+        """
         if self._retiring and epoch < self._retiring[-1][0]:
             raise ValueError(f"epoch: got {epoch}, older than {self._retiring[-1][0]} of pages retired before")
         if epoch <= self._settled:

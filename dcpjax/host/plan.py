@@ -50,6 +50,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        """Query tokens of the step."""
         return sum(row.num_tokens for row in self.rows)
 
 

@@ -131,9 +131,11 @@ class Text(Protocol):
 
     stop_hit: str | None
 
-    def push(self, token_id: int) -> str: ...
+    def push(self, token_id: int) -> str:
+        """The output has grown by this token; what of the text may be shown now."""
 
-    def finish(self) -> str: ...
+    def finish(self) -> str:
+        """The output has ended; the rest of the text."""
 
 
 class Grammar(Protocol):
@@ -150,7 +152,8 @@ class Grammar(Protocol):
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one generated token: its logprob and rank (1: most likely), and the best ids with their logprobs, `[n]`."""
+    """Of one token: its natural logprob and rank (1: most likely), and the n best: ids `[n]` int32 with their logprobs,
+    values `[n]` float32."""
 
     chosen: float
     rank: int
@@ -159,11 +162,12 @@ class TokenLogprobs(NamedTuple):
 
 
 class PromptScores(Protocol):
-    """Logprobs of one row's tokens, see `RowLogprobs`."""
+    """Logprobs of one row's tokens, `[1, n]` float32 and int32; see `RowLogprobs`."""
 
     chosen: np.ndarray
 
-    def token(self, i: int, j: int, n: int) -> TokenLogprobs: ...
+    def token(self, i: int, j: int, n: int) -> TokenLogprobs:
+        """Of place j in row i, the `n` best."""
 
 
 @dataclasses.dataclass

@@ -140,7 +140,7 @@ class AdaptiveDrafts:
 
     most: the most drafts. cost: `cost[k][rows]` is the relative time of a step of up to `rows` decode rows that verify
     k drafts each; the ks are the choices, all with the same buckets of rows. half_life: steps after which an
-    observation counts half.
+    observation counts half. Raises `ConfigError` for costs that are no such table.
 
     Measuring needs trials: a place that is never verified is never seen. A larger number is tried for a few steps when
     it would pay if its places were as good as the little that was seen of them lately allows. By what was seen, trials

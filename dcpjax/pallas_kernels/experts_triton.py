@@ -52,7 +52,10 @@ def experts_triton(
     x: jax.Array, experts: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array,
     config: ExpertsConfig | None = None, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """`experts_ffn` on the Triton backend; see there."""
+    """`experts_ffn` on the Triton backend, with its shapes and dtypes: `x [T, D]` → `[T, D]`.
+
+    Raises `NotImplementedError` for more than `MOST_TOKENS` tokens or widths that are no multiples of 16.
+    """
     tokens, width = x.shape
     per_token, inner = experts.shape[1], gate.shape[1]
     if tokens > MOST_TOKENS:
@@ -87,7 +90,8 @@ def experts_triton(
 
 
 def weighted_sum(out: jax.Array, experts: jax.Array, weight: jax.Array) -> jax.Array:
-    """Sum `[T, D]` of the results `out [T, k, D]` by their weights, whatever stands where an expert is left out."""
+    """Sum `[T, D]` float32 of the results `out [T, k, D]` by `weight [T, k]` float32, whatever stands where an expert
+    is left out (−1 in `experts [T, k]` int32)."""
     return jnp.sum(jnp.where((experts < 0)[..., None], 0, out * weight[..., None]), axis=1)
 
 

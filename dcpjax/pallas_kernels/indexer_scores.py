@@ -29,8 +29,8 @@ def indexer_scores(
 ) -> jax.Array:
     """Scores `[T, P·G]` float32 of `q [T, heads, dim]` with `weight [T, heads]` float32 against a request's keys.
 
-    `pool [layers, pages, G, dim]` is this rank's shard, `pages [B, P]` the block tables, `row_of [T]` each token's row
-    of them. Column `p·G + g` is row g of the request's p-th page. A pool of uint32 holds packed records.
+    `pool [layers, pages, G, dim]` is this rank's shard, `pages [B, P]` int32 the block tables, `row_of [T]` int32 each
+    token's row of them. Column `p·G + g` is row g of the request's p-th page. A pool of uint32 holds packed records.
 
     `visible` is `(first, end [T])`, int32 columns: token t sees `first ≤ column < end[t]` and gets −inf elsewhere; pages
     past all of them are not read. Without it nothing is masked: keys beyond a request's length give garbage, possibly

@@ -48,7 +48,10 @@ def scores_triton(
     config: IndexerConfig | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`indexer_scores` on the Triton backend; see there."""
+    """`indexer_scores` on the Triton backend, with its shapes and dtypes: `[T, P·G]` float32.
+
+    Raises `NotImplementedError` for keys that `has_width` has not.
+    """
     tokens, heads, dim = q.shape
     fp8 = pool.dtype == jnp.uint32
     if not has_width(dim, fp8):

@@ -29,7 +29,8 @@ def merge_parts(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def part_weights(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Weights `exp(lse_r − total)` of the parts along axis 0, and the total LSE."""
+    """Weights `exp(lse_r − total)` `[N, …]` of the parts along axis 0 of `lse [N, …]`, and the total `[…]`; all
+    float32."""
     lse = jnp.where(jnp.isnan(lse) | (lse == jnp.inf), -jnp.inf, lse.astype(jnp.float32))
     top = jnp.max(lse, axis=0)
     safe_top = jnp.where(top == -jnp.inf, 0.0, top)

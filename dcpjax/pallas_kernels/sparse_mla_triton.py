@@ -154,7 +154,10 @@ def sparse_mla_triton(
     q: jax.Array, pool: jax.Array, layer: jax.Array | int, rows: jax.Array, count: jax.Array, *,
     value_width: int, scale: float, out_dtype: Any, config: SparseMLAConfig,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The kernel behind `sparse_mla`, with its arguments. Raises `NotImplementedError` for shapes that it has not."""
+    """The kernel behind `sparse_mla`, with its arguments: `out [T, H, value_width]` out_dtype and LSE `[T, H]` float32.
+
+    Raises `NotImplementedError` for shapes that it has not.
+    """
     tokens, heads, _ = q.shape
     record = _record(q, pool, value_width, config.interpret)
     num_rows = pool.shape[1]

@@ -13,7 +13,7 @@ NO_SLOT = 2**30
 
 
 def canonical(score: jax.Array) -> jax.Array:
-    """−0.0 becomes +0.0: the two are equal as scores but not in a bitwise order."""
+    """−0.0 in `score […]`, of any float dtype, becomes +0.0: the two are equal as scores but not in a bitwise order."""
     return jnp.where(score == 0, 0.0, score)
 
 
@@ -25,7 +25,7 @@ def _has_kernel(score: jax.Array, k: int, backend: str) -> bool:
 def topk_candidates(
     score: jax.Array, slot: jax.Array, k: int, *, config: TopkConfig | None = None, backend: str = "xla"
 ) -> tuple[jax.Array, jax.Array]:
-    """The best `k` of `score [T, C]` (−inf: not visible) with slots `[C]` ascending.
+    """The best `k` of `score [T, C]` float32 (−inf: not visible) with slots `[C]` int32 ascending.
 
     Returns scores `[T, k']` and slots `[T, k']`, `k' = min(k, C)`; slot is `NO_SLOT` where fewer are visible. The set is
     the same whatever the backend; "xla" orders it by score, "triton" (for tests "interpret") by slot.
@@ -44,7 +44,7 @@ def topk_candidates(
 def topk_slots(
     score: jax.Array, slot: jax.Array, k: int, *, config: TopkConfig | None = None, backend: str = "xla"
 ) -> jax.Array:
-    """The slots `[T, k']` of `topk_candidates`, ascending; `NO_SLOT` fills the rest."""
+    """The slots `[T, k']` int32 of `topk_candidates`, ascending; `NO_SLOT` fills the rest."""
     if _has_kernel(score, k, backend):
         column, count = select_triton(score, k, config, backend == "interpret")
         found = jnp.arange(k) < count[:, None]
@@ -55,9 +55,10 @@ def topk_slots(
 def merge_candidates(
     score: jax.Array, slot: jax.Array, k: int, *, config: TopkConfig | None = None, backend: str = "xla"
 ) -> jax.Array:
-    """The best `k` slots `[T, k']` of candidates `[T, C]` from all ranks, ascending; `NO_SLOT` fills the rest.
+    """The best `k` slots `[T, k']` int32 of candidates `[T, C]` from all ranks, ascending; `NO_SLOT` fills the rest.
 
-    The kernel selects twice: first for the least score that is still in, then the lowest slots among those that have it.
+    `score` float32 and `slot` int32 are what `topk_candidates` gave, side by side. The kernel selects twice: first for
+    the least score that is still in, then the lowest slots among those that have it.
     """
     if _has_kernel(score, k, backend):
         interpret = backend == "interpret"

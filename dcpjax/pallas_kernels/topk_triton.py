@@ -54,6 +54,7 @@ def select_triton(
     """Columns `[T, k]` int32 of the best `k` of `score [T, C]` float32, ascending, and their number `[T]` int32.
 
     Among equals (−0.0 and 0.0 too) the lower column is better. −inf is never in; entries past the number are undefined.
+    Raises `ValueError` for k above C.
     """
     rows, columns = score.shape
     if k > columns:

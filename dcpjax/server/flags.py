@@ -161,7 +161,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A flag's JSON object. Raises `argparse.ArgumentTypeError`, as do the other forms below."""
+    """A flag's JSON object. Raises `argparse.ArgumentTypeError`."""
     value = _json(text)
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text[:200]!r} is not a JSON object")
@@ -169,7 +169,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def json_list(text: str) -> list[str]:
-    """A flag's JSON list of strings."""
+    """A flag's JSON list of strings. Raises `argparse.ArgumentTypeError`."""
     value = _json(text)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise argparse.ArgumentTypeError(f"{text[:200]!r} is not a JSON list of strings")
@@ -189,7 +189,7 @@ def kernels(text: str) -> str | dict[str, Any]:
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1."""
+    """A whole number of at least 1. Raises `argparse.ArgumentTypeError`."""
     try:
         value = int(text)
     except ValueError:
@@ -200,7 +200,7 @@ def count(text: str) -> int:
 
 
 def length(text: str) -> int | str:
-    """`65536`, `64k` (thousands), `64K` (1024s), `1M`, `auto`."""
+    """`65536`, `64k` (thousands), `64K` (1024s), `1M`, `auto`. Raises `argparse.ArgumentTypeError`."""
     if text == "auto":
         return text
     unit = _UNITS.get(text[-1:], 1)

@@ -58,7 +58,8 @@ def weigh(rows: np.ndarray, tokenizer: tokenizers.Tokenizer) -> np.ndarray:
 
 
 def chat_rows(path: str, seed: int, count: int, length: int, lookups: float) -> tuple[np.ndarray, np.ndarray]:
-    """`count` rows of packed chats. Every row begins with the begin of a chat."""
+    """Rows `[count, length + 1]` uint16 of packed chats, and `weigh` of them. Every row begins with the begin of a
+    chat."""
     tokenizer, rng = tokenizers.Tokenizer.from_file(path), random.Random(seed)
     rows = np.zeros((count, length + 1), np.uint16)
     for row in rows:
@@ -88,10 +89,11 @@ class Feed:
 
     @property
     def tokenizer_path(self) -> str:
+        """The tokenizer's file."""
         return self._tokenizer
 
     def chats(self, count: int, length: int, lookups: float) -> tuple[np.ndarray, np.ndarray]:
-        """`count` rows of chats with their weights."""
+        """`count` rows `[count, length + 1]` uint16 of chats, with their weights `[count, length]` uint8."""
         key = (length, lookups)
         done, waiting = self._done.setdefault(key, []), self._waiting.setdefault(key, collections.deque())
         chunk = max(4, 16_384 // length)
@@ -126,7 +128,7 @@ class Feed:
         return [n for n in corpus.SHARES if self._text.get(f"{n}.{part}", np.zeros(0)).size > length + 1]
 
     def text(self, count: int, length: int, part: str = "train", only: str = "") -> np.ndarray:
-        """`count` windows of real text, of all kinds in their shares or `only` of one."""
+        """`count` windows `[count, length + 1]` uint16 of real text, of all kinds in their shares or `only` of one."""
         names = [n for n in self.kinds(part, length) if not only or n == only]
         shares = np.array([corpus.SHARES[n] for n in names])
         kinds = self._rng.choice(len(names), count, p=shares / shares.sum())
@@ -161,5 +163,6 @@ class Feed:
         return rows.astype(np.int32), weights.astype(np.float32) / 100
 
     def close(self) -> None:
+        """Ends the workers."""
         if self._pool:
             self._pool.shutdown(wait=False, cancel_futures=True)

@@ -45,6 +45,7 @@ class Bench:
         return self.length - self.steps - 8
 
     def ids(self, text: str) -> list[int]:
+        """Token ids of a text, its control tokens included."""
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -108,7 +109,7 @@ def compile_ahead(bench: Bench, lengths: tuple[int, ...]) -> list[Any]:
 
 
 def prolong(bench: Bench, prompts: list[list[int]], heat: float = 0.0, seed: int = 0) -> np.ndarray:
-    """Rows `[n, length]`: each prompt and `bench.steps` tokens (greedy, or sampled at temperature `heat`), zeros behind."""
+    """Rows `[n, length]` int32: each prompt and `bench.steps` tokens (greedy, or sampled at `heat`), zeros behind."""
     out = []
     for start in range(0, len(prompts), bench.batch):
         group = prompts[start : start + bench.batch]

@@ -1,7 +1,8 @@
 """What training differentiates: the parts of `models.dense`, put together so that losses can be taken on the way.
 
 Functions take one sequence and are batched with `vmap`. Sparse attention is dense attention cut down to the selection
-and renormalised, which is the same number; its whole row is what the indexer is taught.
+and renormalised, which is the same number; its whole row is what the indexer is taught. Tokens are int32; losses,
+weights and statistics float32; hidden states have the parameters' dtype.
 """
 
 from typing import Any
@@ -43,7 +44,7 @@ def half(params: Any) -> Any:
 
 
 def top_mask(scores: jax.Array, visible: jax.Array, count: int) -> jax.Array:
-    """Mask of the `count` largest visible scores of each row, all of several equal last ones.
+    """Mask `[S, S]` bool of the `count` largest visible `scores [S, S]` of each row, all of several equal last ones.
 
     Bisects the bits of the scores as ordered integers: it reads them 32 times but never sorts.
     """

@@ -19,7 +19,11 @@ def _is_matrix(w: Weight) -> bool:
 
 
 def orthogonalise(m: jax.Array) -> jax.Array:
-    """Nearest semi-orthogonal matrices to `m [..., r, c]` (five quintic Newton–Schulz steps), times 0.2·√max(r, c)."""
+    """Nearest semi-orthogonal matrices to `m [..., r, c]` (five quintic Newton–Schulz steps), times 0.2·√max(r, c);
+    float32.
+
+    Source: Jordan et al., Muon (2024), with the scale of Liu et al. (2025).
+    """
     rows, columns = m.shape[-2:]
     x = m.astype(jnp.bfloat16)
     x = jnp.swapaxes(x, -1, -2) if rows > columns else x
@@ -60,6 +64,7 @@ def optimiser(declared: Any) -> optax.GradientTransformation:
 
 
 def balance(layers: Any, load: jax.Array, scale: jax.Array) -> Any:
-    """Raises the bias of experts that were chosen less than their share `[n, E]`, lowers the others'."""
+    """Raises the bias of experts that were chosen less than their share, by `load [n, E]` float32, lowers the others'.
+    Source: Wang et al., auxiliary-loss-free load balancing (2024)."""
     step = _BALANCE * scale * jnp.sign(1 / load.shape[-1] - load)
     return layers.replace(moe=layers.moe.replace(router_bias=layers.moe.router_bias + step))

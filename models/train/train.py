@@ -137,6 +137,8 @@ class Trainer:
         self.states[draft] = jax.jit(self.optimisers[draft].init)(learned)
 
     def step(self, task: Task, rows: np.ndarray, weights: np.ndarray, rate: float) -> dict[str, jax.Array]:
+        """One update from rows `[B, S + 1]` int32 and weights `[B, S]` float32, at `rate` of the peak rates; its
+        losses."""
         call = self.steps[task].result()
         if task.draft:
             # the frozen rest is not donated, so the draft must not be part of it
