@@ -159,13 +159,15 @@ class EngineCore:
         cache_salt: str | None = None,
         no_store: bool = False,
         grammar: Grammar | None = None,
+        priority: int = 0,
     ) -> Request:
         """Queues one choice of a prompt of token ids. Raises `RequestError` if it can never run.
 
         request_id: must not be that of a live request; None makes one. choice: 0 … n − 1. The caller adds the choices
         of one prompt one after the other, from 0 on: those of a prompt without a seed then share the one drawn for it.
         text: is shown every token of the text, and may end it at a stop string. cache_salt: pages are shared only with
-        requests of the same one. no_store: its pages are not for others. grammar: of this choice alone.
+        requests of the same one. no_store: its pages are not for others. grammar: of this choice alone. priority: the
+        smaller, the earlier it runs, and the later it is pre-empted.
         """
         prompt = [int(token) for token in prompt]
         if not 0 <= choice < params.n:
@@ -190,6 +192,7 @@ class EngineCore:
             cache_salt=cache_salt,
             no_store=no_store,
             grammar=grammar,
+            priority=priority,
             metrics=Times(arrival=self._clock()),
         )
         self._runner.check(request)

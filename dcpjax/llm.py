@@ -15,7 +15,8 @@ from dcpjax.describe import describe
 from dcpjax.engine import EngineCore
 from dcpjax.errors import CacheFullError, ConfigError, RequestError
 from dcpjax.explanation import plan_of
-from dcpjax.host.request import Grammar, Request, SamplingParams, Times, TokenLogprobs
+from dcpjax.host.keys import hash_named
+from dcpjax.host.request import Request, SamplingParams, Times, TokenLogprobs
 from dcpjax.host.speculation import AcceptanceAlarm, AdaptiveDrafts
 from dcpjax.interrupts import interrupts_held
 from dcpjax.progress import loading
@@ -69,6 +70,7 @@ class LLM:
     "fp8" packs rows in 8 bits. gpu_memory_utilization: share of an accelerator's memory for weights and cache; without
     effect on CPU. kernels: "auto" (None) is what measured best on the platform, "xla" none, or implementations by name,
     see `Kernels`. enable_prefix_caching: whether whole pages of tokens that were computed before are reused.
+    prefix_caching_hash_algo: "sha256" or "xxhash", see `hash_named`.
     speculative_config: None, or {"method": "mtp", "num_speculative_tokens": k (1), "draft_kv": "sharded" or
     "replicated", "acceptance": "coupled" (the text is the one without drafts) or "rejection" (the same distribution),
     "pin": None or a mean acceptance length to force in benchmarks, "adaptive": whether steps may use fewer drafts
@@ -102,6 +104,7 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         kernels: str | dict[str, Any] | None = "auto",
         enable_prefix_caching: bool = True,
+        prefix_caching_hash_algo: str = "sha256",
         speculative_config: dict[str, Any] | None = None,
         dcp_debug: bool = False,
         zero_new_pages: bool = False,
@@ -109,6 +112,7 @@ class LLM:
         seed: int = 0,
         hf_overrides: dict[str, Any] | None = None,
     ):
+        hash = hash_named(prefix_caching_hash_algo)
         folder, self.name = hub.find(model)
         speculation, draft_kv = Speculation.read(speculative_config)
         if speculation is not None and speculation.num_drafts > USUAL_DRAFTS:
@@ -149,6 +153,7 @@ class LLM:
             seed=seed,
             prefix_caching=enable_prefix_caching,
             model=self.name,
+            hash=hash,
             drafts=_adaptive(self.runner),
         )
         self._alarm = AcceptanceAlarm(self.runner.num_drafts)
@@ -200,25 +205,15 @@ class LLM:
         """Compiles every step shape ahead; `progress(done, total)` is called after each."""
         self.runner.warm_up(progress)
 
-    def add(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        choice: int = 0,
-        cache_salt: str | None = None,
-        no_store: bool = False,
-        grammar: Grammar | None = None,
-    ) -> Request:
-        """Queues one choice of a prompt of token ids, with its text; see `EngineCore.add`. Raises `RequestError`."""
+    def add(self, prompt: Sequence[int], params: SamplingParams, **more: Any) -> Request:
+        """Queues one choice of a prompt of token ids, with its text. `more`: request_id, choice, cache_salt, no_store,
+        grammar and priority as `EngineCore.add` takes them. Raises `RequestError`."""
         text = None
         if self.tokenizer is not None:
             text = TextStream(self.tokenizer, params, prompt[-4:])
         elif params.stop:
             raise RequestError("stop: this model has no tokenizer, so stop strings cannot be found; use stop_token_ids")
-        more = {"cache_salt": cache_salt, "no_store": no_store, "grammar": grammar}
-        return self.engine.add(prompt, params, request_id=request_id, choice=choice, text=text, **more)
+        return self.engine.add(prompt, params, text=text, **more)
 
     def generate(
         self,

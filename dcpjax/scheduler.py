@@ -1,10 +1,13 @@
 """Who runs this step, with how many tokens and which pages.
 
-Requests stand in the order of arrival, running ones before waiting ones, and nobody overtakes: not for pages, not for
-a row, not at admission. So the oldest always gets on, and every request becomes the oldest.
+Requests stand in order of priority, those of one priority in order of arrival, and running ones before waiting ones. Among
+them nobody overtakes: not for pages, not for a row, not at admission. So the first always gets on, and every request
+becomes the first, unless more urgent ones never end. "Younger" below means later in that order.
 """
 
+import bisect
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable
 
@@ -62,6 +65,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self._num_added = 0
         self.epoch = 0  # the newest step planned; every plan is dispatched before the next one is made
         self._choose_drafts = choose_drafts
         self._taken: list[int] = []  # pages of the plan that is being made
@@ -91,23 +95,31 @@ class Scheduler:
                 f"{pages} pages of {self.page_tokens} tokens, but the KV cache has {self.pool.capacity}: shorten the "
                 "prompt or lower max_tokens"
             )
-        self.waiting.append(request)
+        request.number = self._num_added
+        self._num_added += 1
+        bisect.insort(self.waiting, request, key=_rank)
 
     def plan(self) -> StepPlan | None:
         """Plans the next step and counts it as dispatched; None if no row can run before a step in flight is read."""
         plan: list[PlannedRow] = []
         budget = self.max_num_batched_tokens
         drafts = self._drafts()
+        width = drafts + 1  # tokens of a decode row
         short = False  # somebody waits for a page: nobody younger may take one
-        # In order of arrival, so that whoever is pre-empted, always the youngest, is not planned yet. A prompt that is
-        # not finished has used up its step's budget, so nobody was admitted after it: it is the youngest, and decode
-        # rows come before chunks without being sorted.
-        for request in tuple(self.running):
+        running = tuple(self.running)
+        # In order, so that whoever is pre-empted, always the youngest, is not planned yet.
+        for i, request in enumerate(running):
             if request.status != "running" or request.complete:
                 continue
             if request.decoding and request.grammar is not None and request.inflight:
                 continue  # what is allowed next hangs on the tokens of that step
-            n = drafts + 1 if request.decoding else min(request.prefill - request.computed, budget)
+            n = width
+            if not request.decoding:
+                # A prompt that is not finished has used up its step's budget, so nobody was admitted after it: only
+                # the less urgent can stand behind it, and those that decode go on.
+                n = min(request.prefill - request.computed, budget - width * sum(map(_decodes, running[i + 1 :])))
+                if n < 1:
+                    continue  # the budget is a more urgent prompt's
             # With fewer drafts now, a decode row still takes the pages of the most: nothing then hangs on the choice.
             most = self.num_drafts + 1 if request.decoding else n
             if not self._grow(request, request.computed + most, may_preempt=not short):
@@ -115,11 +127,11 @@ class Scheduler:
                 continue
             budget -= n
             plan.append(self._row(request, n))
-        while budget > 0 and not short and self._admit():
-            request = self.running[-1]
+        while budget > 0 and not short and (request := self._admit()) is not None:
             n = min(request.prefill - request.computed, budget)
             budget -= n
             plan.append(self._row(request, n, new=True))
+        plan.sort(key=lambda row: row.tokens is not None)  # decode rows first
         taken, self._taken = tuple(self._taken), []
         if not plan:
             assert not taken, "pages taken for nobody"
@@ -179,15 +191,17 @@ class Scheduler:
         request.keys = None  # as long as the tokens, and nobody asks for them again
 
     def preempt(self, request: Request) -> None:
-        """Sends the youngest running request back to the front of the queue; it will compute its tokens anew."""
+        """Sends the youngest running request back to its place in the queue; it will compute its tokens anew."""
         self._release(request)
         request.status = "waiting"
-        self.waiting.appendleft(request)  # whoever waits arrived later
+        bisect.insort(self.waiting, request, key=_rank)
         self.num_preemptions += 1
 
     def check(self) -> None:
         """Asserts every host invariant; for tests and for when the engine is idle."""
         self.pool.check(request.pages for request in self.running)
+        for requests in (self.running, self.waiting):
+            assert all(a.rank < b.rank for a, b in itertools.pairwise(requests)), "somebody has overtaken"
         rows = [request.row for request in self.running]
         assert sorted([*rows, *self._rows]) == list(range(self.max_num_seqs)), "row slots are not conserved"
         for request in (*self.running, *self.waiting):
@@ -200,7 +214,7 @@ class Scheduler:
         """Drafts of the next step."""
         if self._choose_drafts is None:
             return self.num_drafts
-        drafts = self._choose_drafts(sum(request.decoding and not request.complete for request in self.running))
+        drafts = self._choose_drafts(sum(map(_decodes, self.running)))
         if not 0 <= drafts <= self.num_drafts:
             raise ValueError(f"choose_drafts: gave {drafts}, it must give 0 … {self.num_drafts}")
         return drafts
@@ -259,17 +273,17 @@ class Scheduler:
         self._taken += taken
         return True
 
-    def _admit(self) -> bool:
-        """Moves the first waiting request to a row, with pages for all its known tokens; False if it must wait."""
+    def _admit(self) -> Request | None:
+        """Moves the first waiting request to a row, with pages for all its known tokens; None if it must wait."""
         # A pre-empted request waits for its steps in flight: their tokens are still its own, and must be known first.
         if not self.waiting or not self._rows or self.waiting[0].inflight:
-            return False
+            return None
         request = self.waiting[0]
         # A free page for each running row that still grows, or the newcomer would soon be pre-empted for it. Nobody
         # runs: nothing is kept back, so a request that fits the pool is always admitted alone.
         growing = sum(len(other.pages) < self._pages(other.limit) for other in self.running)
         if self.pool.num_free <= growing:
-            return False  # it needs a new page whatever it hits; said early, since the lookup would be for nothing
+            return None  # it needs a new page whatever it hits; said early, since the lookup would be for nothing
         known = request.num_tokens
         share = self.prefix.lookup(self._keys(request)) if self.prefix is not None else []
         if request.params.prompt_logprobs is not None:
@@ -280,10 +294,10 @@ class Scheduler:
         assert matched <= known and new >= 1, request.id
         taken = self.pool.take(new, share=share, leave=growing)
         if taken is None:
-            return False
+            return None
         self._taken += taken
         self.waiting.popleft()
-        self.running.append(request)
+        bisect.insort(self.running, request, key=_rank)
         request.status = "running"
         # A row slot given back while a step in flight still runs it may be used again at once: that step was dispatched
         # earlier, the device runs steps in order, and the newcomer's first chunk resets the row's state. Outputs are
@@ -299,7 +313,7 @@ class Scheduler:
             self.hits.admit(known, matched, lost, again=request.cached_tokens is not None)
         if request.cached_tokens is None:
             request.cached_tokens = min(matched, known - 1)
-        return True
+        return request
 
     def _release(self, request: Request) -> None:
         self.publish(request)
@@ -309,3 +323,12 @@ class Scheduler:
         request.row = None
         request.matched = request.prefill = request.computed = request.published = 0
         request.outdated = False
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank
+
+
+def _decodes(request: Request) -> bool:
+    """Whether it has a decode row to come."""
+    return request.decoding and not request.complete

@@ -57,7 +57,7 @@ FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 
 # Third-party packages that a part of floor 1 may use; its other imports are the standard library's.
 HOST_ONLY = {
-    "dcpjax.host": {"numpy"},
+    "dcpjax.host": {"numpy", "xxhash"},
     "dcpjax.text": {"jinja2", "numpy", "tokenizers"},
     "dcpjax.grammar": {"jinja2", "llguidance", "numpy", "tokenizers"},
 }

@@ -18,6 +18,8 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 
+from dcpjax.errors import ConfigError
+
 Hash = Callable[[bytes], bytes]
 
 TOKEN_BYTES = 4
@@ -29,13 +31,32 @@ def sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
+def hash_named(name: str) -> Hash:
+    """The hash that users call so: "sha256", or "xxhash", which is XXH3 of 128 bits: four times as fast, but whoever can
+    choose prompts can make two contents that share a key. Then one of them is not cached; a wrong hit it can not make.
+
+    Raises `ConfigError` for another name, and for "xxhash" if that package is not installed.
+    """
+    if name == "sha256":
+        return sha256
+    if name != "xxhash":
+        raise ConfigError(f"prefix_caching_hash_algo: got {name!r:.100}; use 'sha256' or 'xxhash'")
+    try:
+        import xxhash
+    except ImportError:
+        raise ConfigError(
+            "prefix_caching_hash_algo 'xxhash' needs the package xxhash: install dcpjax[xxhash], or use 'sha256'"
+        ) from None
+    return xxhash.xxh3_128_digest
+
+
 @dataclasses.dataclass(frozen=True)
 class KeyScheme:
     """What keys depend on beside a sequence. Equal schemes give equal keys in every process.
 
     page_tokens: tokens of a page. model: whose content it is. seed: any text; sets apart installations that share
-    nothing. hash: bytes to a digest of constant length, such as `xxhash.xxh3_128_digest`: hits are confirmed by their
-    tokens, so a weaker hash costs hits and no correctness.
+    nothing. hash: bytes to a digest of constant length: hits are confirmed by their tokens, so a weaker hash costs hits
+    and no correctness.
     """
 
     page_tokens: int

@@ -207,6 +207,8 @@ class Request:
     grammar: Grammar | None = None
     drafts: tuple[int, ...] = ()  # for its next decode row, as the grammar must know them
     adapter: str | None = None  # name of the weights added to the model's
+    priority: int = 0  # the smaller, the earlier
+    number: int = 0  # in the order of arrival
     output: list[int] = dataclasses.field(default_factory=list)
     status: Status = "waiting"
     row: int | None = None
@@ -230,6 +232,11 @@ class Request:
     outdated: bool = False  # the cache was reset since its admission: its rows are not for others
     # The pages as the plans carry them. One object until the list grows: a reader may compare by identity.
     table: tuple[int, ...] = ()
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place among all: smaller ones run first and are pre-empted last."""
+        return self.priority, self.number
 
     @property
     def num_tokens(self) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dcpjax.errors import ConfigError
+from dcpjax.host.keys import hash_named
 from dcpjax.server import spelling
 from dcpjax.server.flags import JSON_FLAGS, WITHOUT_MEANING, Parser, json_object, make_parser
 from dcpjax.server.lifetime import Listen
@@ -115,6 +116,7 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
         "kernels": given.kernels or "auto",
         "gpu_memory_utilization": given.gpu_memory_utilization,
         "enable_prefix_caching": given.enable_prefix_caching,
+        "prefix_caching_hash_algo": given.prefix_caching_hash_algo,
         "speculative_config": speculative,
         "dcp_debug": debug if given.dcp_debug is None else given.dcp_debug,
         "overlap": given.overlap,
@@ -134,6 +136,7 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
         reasoning_fields=_reasoning_fields(given.reasoning_field),
         parse_tools=given.tool_call_parser != "none",
         auto_tools=given.enable_auto_tool_choice,
+        priorities=given.scheduling_policy == "priority",
         stream_interval=given.stream_interval,
         prompt_details=given.enable_prompt_tokens_details,
         force_usage=given.enable_force_include_usage,
@@ -215,6 +218,7 @@ def _check(given: argparse.Namespace, num_drafts: int) -> None:
     if tokens is not None and rows is not None and tokens < rows * (1 + num_drafts):
         drafts = f" × (1 + {num_drafts} drafts)" if num_drafts else ""
         raise ConfigError(f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {rows}{drafts}")
+    hash_named(given.prefix_caching_hash_algo)  # its package must be there
     if not 0 < given.gpu_memory_utilization <= 1:
         raise ConfigError(f"--gpu-memory-utilization must be above 0 and at most 1; got {given.gpu_memory_utilization}")
     if not 0 <= given.port < 65536:

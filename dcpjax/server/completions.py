@@ -62,7 +62,7 @@ def _text_size(prompt: str | list) -> int:
 
 
 def _refuse(body: CompletionBody, options: ServerOptions) -> None:
-    wishes.refuse_unsupported(body)
+    wishes.refuse_unsupported(body, options)
     if body.suffix:
         raise ApiError(400, "suffix: not supported; leave it out", "suffix")
     if body.best_of is not None and body.best_of > (body.n or 1):

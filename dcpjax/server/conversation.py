@@ -29,7 +29,7 @@ class Conversation:
 async def begin(body: ChatBody, served: Served, options: ServerOptions, name: str, whole: bool) -> Conversation:
     """Submits a chat. name, whole: of the ticket. Raises `ApiError` or `RequestError` for what is refused."""
     served.check_model(body.model)
-    _refuse(body)
+    _refuse(body, options)
     logprobs = _logprobs(body, options)
     wishes.check_prompt_logprobs(body, options.max_logprobs)
     max_tokens = body.max_completion_tokens or body.max_tokens
@@ -60,8 +60,8 @@ def _calls(body: ChatBody, options: ServerOptions) -> ToolCalls | None:
     return ToolCalls(ToolSchemas(body.tools), 1 if body.parallel_tool_calls is False else None)
 
 
-def _refuse(body: ChatBody) -> None:
-    wishes.refuse_unsupported(body)
+def _refuse(body: ChatBody, options: ServerOptions) -> None:
+    wishes.refuse_unsupported(body, options)
     for field in _UNSUPPORTED:
         if getattr(body, field) is not None:
             raise ApiError(400, f"{field}: not supported; leave it out", field)

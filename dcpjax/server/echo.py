@@ -15,8 +15,9 @@ import numpy as np
 
 from dcpjax.engine import EngineCore
 from dcpjax.errors import ConfigError, RequestError
+from dcpjax.host.keys import hash_named
 from dcpjax.host.plan import RowLogprobs, StepPlan, StepResult
-from dcpjax.host.request import Grammar, Request, SamplingParams
+from dcpjax.host.request import Request, SamplingParams
 from dcpjax.text import TextStream, Tokenizer
 
 TINY = pathlib.Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
@@ -205,27 +206,17 @@ class EchoLLM:
             overlap=arguments["overlap"],
             seed=arguments["seed"],
             prefix_caching=arguments["enable_prefix_caching"],
+            hash=hash_named(arguments["prefix_caching_hash_algo"]),
         )
 
     def describe(self) -> list[str]:
         """The start-up lines."""
         return [f"echo engine: {self.engine.scheduler.pool.capacity} blocks, sequences of {self.max_model_len} tokens"]
 
-    def add(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        choice: int = 0,
-        cache_salt: str | None = None,
-        no_store: bool = False,
-        grammar: Grammar | None = None,
-    ) -> Request:
+    def add(self, prompt: Sequence[int], params: SamplingParams, **more: Any) -> Request:
         """As `LLM.add`."""
         text = TextStream(self.tokenizer, params, prompt[-4:])
-        more = {"cache_salt": cache_salt, "no_store": no_store, "grammar": grammar}
-        return self.engine.add(prompt, params, request_id=request_id, choice=choice, text=text, **more)
+        return self.engine.add(prompt, params, text=text, **more)
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:

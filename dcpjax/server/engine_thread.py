@@ -15,11 +15,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from dcpjax.engine import Delta, EngineCore
 from dcpjax.errors import RequestError
-from dcpjax.host.request import Grammar, Request, SamplingParams
+from dcpjax.host.request import Request, SamplingParams
 from dcpjax.server.errors import ApiError, bad_request
 from dcpjax.server.ticket import Job, Prediction, Ticket, TicketLimits, Update
 from dcpjax.server.watch import Watch
@@ -34,18 +34,8 @@ class Model(Protocol):
     def engine(self) -> EngineCore:
         """The engine, which only the thread may touch."""
 
-    def add(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        choice: int = 0,
-        cache_salt: str | None = None,
-        no_store: bool = False,
-        grammar: Grammar | None = None,
-    ) -> Request:
-        """As `LLM.add`. Raises `RequestError` for what can never run."""
+    def add(self, prompt: Sequence[int], params: SamplingParams, **more: Any) -> Request:
+        """As `LLM.add`; `more`: as `EngineCore.add` takes it. Raises `RequestError` for what can never run."""
 
 
 class Observer(Protocol):
@@ -228,6 +218,7 @@ class EngineThread:
                     cache_salt=job.cache_salt,
                     no_store=job.no_store,
                     grammar=job.grammar,
+                    priority=job.priority,
                 )
                 added.append(_Live(request, ticket, index))
         except Exception as error:  # noqa: BLE001 - one odd request must not end the others

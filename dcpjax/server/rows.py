@@ -73,7 +73,10 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("`separate_reasoning`, `include_reasoning`", "chat::test_reasoning_can_be_left_in_or_out"),
         Row("`no_store`", "prefix::test_no_store_reads_but_leaves_nothing"),
         Row("`cache_salt`", "prefix::test_salts_do_not_share"),
-        Row("`priority`", "400, named"),
+        Row(
+            "`priority`, with `--scheduling-policy priority`",
+            "limits::test_the_urgent_are_served_first_and_pages_are_found_by_another_hash",
+        ),
         Row("`return_token_ids`", "chat::test_the_prompt_is_what_tokenize_gives"),
         Row("`return_tokens_as_token_ids`", "structure::test_tokens_by_id"),
         Row("`truncate_prompt_tokens`", "completions::test_truncated_prompts_keep_their_end"),

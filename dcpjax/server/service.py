@@ -48,10 +48,10 @@ class ServerOptions:
     """sampling_defaults: values for fields that a request leaves out. max_logprobs: −1 is no limit. trust_templates:
     whether requests may bring a chat template. allow_special: whether control tokens in message texts count as such.
     reasoning_fields: names of the thinking in answers. auto_tools: whether calls are parsed that nothing forced.
-    stream_interval: tokens between chunks. max_queued: requests that may wait. request_timeout: seconds to the first
-    token, None: no limit. retry_after: seconds that clients are told to wait while the server drains. parallelism: devices
-    and dcp size. fingerprint: what of the configuration can change an answer, as text. pin: the acceptance length that is
-    forced, see `Speculation`.
+    priorities: whether requests may say how urgent they are. stream_interval: tokens between chunks. max_queued: requests
+    that may wait. request_timeout: seconds to the first token, None: no limit. retry_after: seconds that clients are told
+    to wait while the server drains. parallelism: devices and dcp size. fingerprint: what of the configuration can change
+    an answer, as text. pin: the acceptance length that is forced, see `Speculation`.
     """
 
     served_names: tuple[str, ...] = ()
@@ -66,6 +66,7 @@ class ServerOptions:
     reasoning_fields: tuple[str, ...] = ("reasoning_content",)
     parse_tools: bool = True
     auto_tools: bool = True
+    priorities: bool = False
     stream_interval: int = 1
     prompt_details: bool = True
     force_usage: bool = False

@@ -15,7 +15,7 @@ from dcpjax.server.errors import ApiError, ClientGone
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One choice of one prompt. cache_salt, no_store, grammar: see `EngineCore.add`."""
+    """One choice of one prompt. cache_salt, no_store, grammar, priority: see `EngineCore.add`."""
 
     prompt: list[int]
     params: SamplingParams
@@ -23,6 +23,7 @@ class Job:
     cache_salt: str | None = None
     no_store: bool = False
     grammar: Grammar | None = None
+    priority: int = 0
 
 
 class Prediction(NamedTuple):

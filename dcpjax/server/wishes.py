@@ -41,12 +41,17 @@ class StreamOptions:
     continuous_usage: bool
 
 
-def refuse_unsupported(body: SamplingBody) -> None:
+def refuse_unsupported(body: SamplingBody, options: ServerOptions) -> None:
     """Raises `ApiError` for fields that change the answer and cannot be honoured."""
     if body.use_beam_search:
         raise ApiError(400, "use_beam_search: not supported; leave it out", "use_beam_search")
-    if body.priority:
-        raise ApiError(400, "priority: requests are served in the order of arrival; leave it out", "priority")
+    if body.priority and not options.priorities:
+        raise ApiError(
+            400,
+            "priority: this server runs requests in the order of arrival; leave it out, or start it with "
+            "--scheduling-policy priority",
+            "priority",
+        )
 
 
 def stream_options(body: SamplingBody, server: ServerOptions) -> StreamOptions:
@@ -82,10 +87,8 @@ def sampling_params(
 
 def jobs(prompt: list[int], params: SamplingParams, body: SamplingBody, rules: Rules) -> list[Job]:
     """One for each choice; `rules` makes a grammar for each."""
-    return [
-        Job(prompt, params, choice, cache_salt=body.cache_salt, no_store=bool(body.no_store), grammar=rules())
-        for choice in range(params.n)
-    ]
+    more = {"cache_salt": body.cache_salt, "no_store": bool(body.no_store), "priority": body.priority or 0}
+    return [Job(prompt, params, choice, grammar=rules(), **more) for choice in range(params.n)]
 
 
 def check_logprobs(wanted: int, most: int, param: str) -> None:

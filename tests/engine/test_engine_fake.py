@@ -27,6 +27,7 @@ class Arrival:
     leaves: int | None = None
     salt: str | None = None
     no_store: bool = False
+    priority: int = 0
 
 
 def run(arrivals, *, mode="overlap", prefix_caching=True, drafts=None, **options):
@@ -54,6 +55,7 @@ def run(arrivals, *, mode="overlap", prefix_caching=True, drafts=None, **options
                     request_id=str(i),
                     cache_salt=arrival.salt,
                     no_store=arrival.no_store,
+                    priority=arrival.priority,
                 )
                 seen[i] = []
             if arrival.leaves is not None and now >= arrival.step + arrival.leaves and str(i) in engine._requests:
@@ -82,6 +84,8 @@ def run(arrivals, *, mode="overlap", prefix_caching=True, drafts=None, **options
     for i, request in requests.items():
         assert seen[i] == request.output
         assert (request.inflight, request.promised, request.pages, request.row) == (0, 0, [], None)
+    if any(arrival.priority for arrival in arrivals):
+        return requests, runner, engine
     firsts = list(dict.fromkeys(row[0] for _, rows in runner.log for row in sorted(rows, key=lambda r: int(r[0]))))
     order = sorted(firsts, key=lambda name: (arrivals[int(name)].step, int(name)))
     assert firsts == order, "first come, first served"

@@ -1,5 +1,6 @@
 """A prefix cache's life: reset, counters, the same decisions everywhere, and all of it at once."""
 
+import dataclasses
 import json
 import random
 import subprocess
@@ -210,8 +211,10 @@ class AnyNumber:
 @settings(max_examples=100)
 @given(st.integers(0, 2**32), sizes(), st.integers(0, 2**32))
 def test_any_mix_of_families_gives_each_prompt_its_text(seed, options, choices):
-    """Hits, evictions, pre-emptions, aborts, salts, any number of drafts: read back by the runner at every step."""
+    """Hits, evictions, pre-emptions, aborts, salts, priorities, any number of drafts: read back by the runner at every step."""
     arrivals, rng = families(seed), random.Random(choices)
+    if rng.random() < 0.5:
+        arrivals = [dataclasses.replace(arrival, priority=rng.randrange(3)) for arrival in arrivals]
     for mode in ("overlap", "sync", "mixed"):
         requests, _, engine = run(arrivals, mode=mode, drafts=AnyNumber(rng, options["num_drafts"]), **options)
         check_texts(arrivals, requests, options["max_model_len"])

@@ -15,9 +15,10 @@ def make(*, cache=False, **options):
     return Scheduler(**options, prefix=prefix)
 
 
-def add(scheduler, name, num_prompt, max_tokens=8):
+def add(scheduler, name, num_prompt, max_tokens=8, priority=0):
     limit = min(num_prompt + max_tokens, scheduler.max_model_len)
-    request = Request(name, list(range(1, num_prompt + 1)), SamplingParams(max_tokens=max_tokens), limit, seed=0)
+    params = SamplingParams(max_tokens=max_tokens)
+    request = Request(name, list(range(1, num_prompt + 1)), params, limit, seed=0, priority=priority)
     scheduler.add(request)
     return request
 
@@ -150,6 +151,54 @@ def test_a_preempted_request_waits_for_its_steps_in_flight():
     assert scheduler.pool.num_retiring == len(plan.rows[0].pages)
     read(scheduler, plan)
     assert shape(scheduler.plan()) == [("a", 0, 6, True)], "the token that was in flight is known"
+
+
+def test_the_urgent_are_admitted_first_and_then_who_came_first():
+    scheduler = make(max_num_seqs=1)
+    for name, priority in (("a", 1), ("b", 0), ("c", -2), ("d", 0), ("e", 1)):
+        add(scheduler, name, 2, max_tokens=1, priority=priority)
+    order = []
+    while (plan := scheduler.plan()) is not None:
+        order += [row.request.id for row in plan.rows]
+        read(scheduler, plan)
+        scheduler.finish(scheduler.running[0])
+    assert order == ["c", "b", "d", "a", "e"]
+
+
+def test_the_least_urgent_is_preempted_whoever_came_last():
+    """6 pages of 4 for two that grow. Who gives way waits at its place."""
+    scheduler = make(num_pages=7)
+    add(scheduler, "later", 7, max_tokens=12, priority=1)
+    read(scheduler, scheduler.plan())
+    add(scheduler, "soon", 6, max_tokens=12)
+    read(scheduler, scheduler.plan())
+    assert [r.id for r in scheduler.running] == ["soon", "later"]
+    for name, priority in (("last", 2), ("first", 0), ("too", 1)):
+        add(scheduler, name, 16, priority=priority)
+    while not scheduler.num_preemptions:
+        read(scheduler, scheduler.plan())
+    assert [r.id for r in scheduler.running] == ["soon"]
+    assert [r.id for r in scheduler.waiting] == ["first", "later", "too", "last"]
+
+
+def test_a_long_urgent_prompt_leaves_those_who_decode_their_tokens():
+    scheduler = make(num_drafts=1, max_num_batched_tokens=8)
+    add(scheduler, "decodes", 2, max_tokens=20, priority=2)
+    read(scheduler, scheduler.plan())
+    add(scheduler, "half", 9, priority=1)
+    plan = scheduler.plan()
+    assert shape(plan) == [("decodes", 2, 2, True), ("half", 0, 6, False)]
+    read(scheduler, plan)
+    add(scheduler, "urgent", 17)
+    add(scheduler, "late", 5)
+    want = [
+        [("decodes", 3, 2, True), ("half", 6, 3, True), ("urgent", 0, 3, False)],
+        [("half", 9, 2, True), ("decodes", 4, 2, True), ("urgent", 3, 4, False)],
+    ]
+    for step in want:
+        plan = scheduler.plan()
+        assert shape(plan) == step
+        read(scheduler, plan)
 
 
 def test_pages_on_their_way_back_are_waited_for():

@@ -2,12 +2,14 @@
 
 import hashlib
 import struct
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcpjax.host.keys import KeyScheme, decode, sha256
+from dcpjax.errors import ConfigError
+from dcpjax.host.keys import KeyScheme, decode, hash_named, sha256
 
 
 def keys_of(tokens, *, page_tokens=4, adapter=None, salt=None, **scheme):
@@ -77,6 +79,18 @@ def test_everything_that_content_depends_on_is_in_the_key():
     assert len({*keys_of(tokens)}) == 3, "equal tokens elsewhere have another key"
     # Texts are prefixed by their lengths: no two settings write the same bytes.
     assert keys_of(tokens, model="ab", adapter="c") != keys_of(tokens, model="a", adapter="bc")
+
+
+def test_hashes_by_name(monkeypatch):
+    assert hash_named("sha256") is sha256
+    keys = keys_of(range(12), hash=hash_named("xxhash"), salt="s")
+    assert [len(key) for key in keys] == [16] * 3 and keys != keys_of(range(12), hash=hash_named("xxhash"))
+    assert hash_named("xxhash")(b"").hex() == "99aa06d3014798d86001c324468d497f", "XXH3 of 128 bits"
+    with pytest.raises(ConfigError, match="got 'md5'; use 'sha256' or 'xxhash'"):
+        hash_named("md5")
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(ConfigError, match=r"install dcpjax\[xxhash\], or use 'sha256'"):
+        hash_named("xxhash")
 
 
 def test_the_hash_is_a_parameter():

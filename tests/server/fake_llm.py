@@ -168,9 +168,8 @@ class FakeLLM:
         self.max_model_len = runner.max_model_len
         self.engine = EngineCore(runner, eos_token_ids=[eos], prefix_caching=prefix_caching)
 
-    def add(self, prompt, params, *, request_id=None, choice=0, cache_salt=None, no_store=False, grammar=None):
+    def add(self, prompt, params, **more):
         text = None if self.tokenizer is None else TextStream(self.tokenizer, params, prompt[-4:])
         if text is None and params.stop:
             raise RequestError("stop: no tokenizer")
-        more = {"cache_salt": cache_salt, "no_store": no_store, "grammar": grammar}
-        return self.engine.add(prompt, params, request_id=request_id, choice=choice, text=text, **more)
+        return self.engine.add(prompt, params, text=text, **more)

@@ -74,6 +74,28 @@ def test_requests_can_be_aborted_by_their_ids(slow):
         assert client.post("/abort_requests", json={}).status_code == 400
 
 
+def test_the_urgent_are_served_first_and_pages_are_found_by_another_hash():
+    flags = ("--max-num-seqs", "1", "--scheduling-policy", "priority", "--prefix-caching-hash-algo", "xxhash")
+    with EchoProcess(*flags) as server, server.client() as client:
+        body = {"prompt": list(range(200)), "max_tokens": 500, "ignore_eos": True}
+        want, texts = post(client, **body).json(), {}
+
+        def ask(priority: int) -> None:
+            texts[priority] = post(client, **body, priority=priority).json()["choices"][0]["text"]
+
+        threads = [threading.Thread(target=ask, args=(priority,)) for priority in (3, -1)]
+        with Held(client, **{**body, "max_tokens": 3800, "request_id": "long"}):
+            for i, thread in enumerate(threads):
+                thread.start()
+                wait_for(lambda count=i + 1: metric(client, "vllm:num_requests_waiting") == count)
+            client.post("/abort_requests", json={"request_ids": ["long"]})
+            for thread in threads:
+                thread.join(20)
+        assert list(texts) == [-1, 3], "in this order"
+        assert set(texts.values()) == {want["choices"][0]["text"]}
+        assert metric(client, "vllm:prefix_cache_hits_total") == 3 * 192
+
+
 def test_chunks_of_several_tokens():
     with ServerProcess("--stream-interval", "5", fake={"delay": 0.001}) as server, server.client() as client:
         chunks = events(
