@@ -8,7 +8,7 @@ started here, and none but one may call in.
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dcpjax.errors import CacheFullError, RequestError
 from dcpjax.host.events import Event, EventLog
@@ -49,8 +49,7 @@ class Runner(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What a step brought to one request: new tokens, the final end-of-text or stop id included."""
 
     request: Request
@@ -331,8 +330,10 @@ class EngineCore:
         now = self._clock()
         deltas = []
         verified, kept = [], []  # drafts by decode row
+        # As lists: an element of an array costs ten times as much.
+        all_tokens, all_accepted = result.tokens.tolist(), result.accepted.tolist()
         for i, row in enumerate(plan.rows):
-            accepted = int(result.accepted[i])
+            accepted = all_accepted[i]
             self.scheduler.absorb(row, accepted)
             request = row.request
             if result.prompts is not None and i in result.prompts:
@@ -350,8 +351,10 @@ class EngineCore:
             request.drafted = plan.num_drafts
             if result.drafts is not None:
                 request.drafts = tuple(result.drafts[i].tolist())
-            for j in range(accepted):
-                self._append(request, result, i, j)
+            for j, token in enumerate(all_tokens[i][:accepted]):
+                if request.params.logprobs is not None:
+                    request.logprobs.append(result.logprobs.token(i, j, request.params.logprobs))
+                self._append(request, token)
                 if request.status == "finished":
                     break  # what was sampled after the end is nobody's
             if row.tokens is None:
@@ -366,25 +369,24 @@ class EngineCore:
         self._spent("absorb", fetched)
         return deltas
 
-    def _append(self, request: Request, result: StepResult, i: int, j: int) -> None:
-        """Takes token j of row i, and finishes the request if it is the last."""
-        token, params = int(result.tokens[i, j]), request.params
+    def _append(self, request: Request, token: int) -> None:
+        """Takes a sampled token, and finishes the request if it is the last."""
+        params = request.params
         request.output.append(token)
         self._generated_tokens += 1
         if request.grammar is not None:
             request.grammar.accept(token)
-        if params.logprobs is not None:
-            request.logprobs.append(result.logprobs.token(i, j, params.logprobs))
         # The device samples no end before min_tokens; one that comes all the same is a token like others.
         if len(request.output) > params.min_tokens:
             if token in self.eos_token_ids and not params.ignore_eos:
                 return self._finish(request, "stop", None)
             if token in params.stop_token_ids:
                 return self._finish(request, "stop", token)
-        if request.text is not None:
-            request.text.push(token)
-            if request.text.stop_hit is not None:
-                return self._finish(request, "stop", request.text.stop_hit)
+        text = request.text
+        if text is not None:
+            text.push(token)
+            if text.stop_hit is not None:
+                return self._finish(request, "stop", text.stop_hit)
         if request.num_tokens >= request.limit:
             return self._finish(request, "length", None)
         return None

@@ -111,26 +111,27 @@ class Scheduler:
         for i, request in enumerate(running):
             if request.status != "running" or request.complete:
                 continue
-            if request.decoding and request.grammar is not None and request.inflight:
+            decoding = request.decoding
+            if decoding and request.grammar is not None and request.inflight:
                 continue  # what is allowed next hangs on the tokens of that step
             n = width
-            if not request.decoding:
+            if not decoding:
                 # A prompt that is not finished has used up its step's budget, so nobody was admitted after it: only
                 # the less urgent can stand behind it, and those that decode go on.
                 n = min(request.prefill - request.computed, budget - width * sum(map(_decodes, running[i + 1 :])))
                 if n < 1:
                     continue  # the budget is a more urgent prompt's
             # With fewer drafts now, a decode row still takes the pages of the most: nothing then hangs on the choice.
-            most = self.num_drafts + 1 if request.decoding else n
+            most = self.num_drafts + 1 if decoding else n
             if not self._grow(request, request.computed + most, may_preempt=not short):
                 short = True
                 continue
             budget -= n
-            plan.append(self._row(request, n))
+            plan.append(self._row(request, n, chunk=not decoding))
         while budget > 0 and not short and (request := self._admit()) is not None:
             n = min(request.prefill - request.computed, budget)
             budget -= n
-            plan.append(self._row(request, n, new=True))
+            plan.append(self._row(request, n, chunk=True, new=True))
         plan.sort(key=lambda row: row.tokens is not None)  # decode rows first
         taken, self._taken = tuple(self._taken), []
         if not plan:
@@ -235,9 +236,8 @@ class Scheduler:
         """Pages needed once tokens up to position `end` are in the query; the limit caps what can be written."""
         return self._pages(min(end + self._look_ahead, request.limit))
 
-    def _row(self, request: Request, n: int, new: bool = False) -> PlannedRow:
+    def _row(self, request: Request, n: int, chunk: bool, new: bool = False) -> PlannedRow:
         start, end = request.computed, request.computed + n
-        chunk = not request.decoding
         row = PlannedRow(
             request=request,
             row=request.row,

@@ -55,20 +55,22 @@ class EchoRunner:
 
     def dispatch(self, plan: StepPlan) -> "_Done":
         """The whole step; tokens and counts as `StepResult` has them: int32 `[rows, 1 + drafts]` and `[rows]`."""
-        tokens = np.full((len(plan.rows), self.num_drafts + 1), -1, np.int32)
-        accepted = np.zeros(len(plan.rows), np.int32)
-        for i, planned in enumerate(plan.rows):
+        width = self.num_drafts + 1
+        said: list[list[int]] = []
+        for planned in plan.rows:
             request = planned.request
             if planned.new:
                 self._rows[planned.row] = _Row(
                     self._script.answer(request.prompt), request.num_tokens, len(request.output)
                 )
-            if not planned.emit:
-                continue
-            row, width = self._rows[planned.row], 1 if planned.tokens is not None else plan.num_drafts + 1
-            new = self._script.tokens(row, request, min(width, request.limit - row.length), self._vocab_size)
-            tokens[i, : len(new)], accepted[i] = new, len(new)
-            row.length, row.said = row.length + len(new), row.said + len(new)
+            new: list[int] = []
+            if planned.emit:
+                row, most = self._rows[planned.row], 1 if planned.tokens is not None else plan.num_drafts + 1
+                new = self._script.tokens(row, request, min(most, request.limit - row.length), self._vocab_size)
+                row.length, row.said = row.length + len(new), row.said + len(new)
+            said.append(new)
+        tokens = np.array([new + [-1] * (width - len(new)) for new in said], np.int32)
+        accepted = np.array([len(new) for new in said], np.int32)
         wanted = any(planned.request.params.logprobs is not None for planned in plan.rows)
         prompts = {
             i: _logprobs(np.array([[*planned.tokens[1:], planned.next_token]]), self._vocab_size)
