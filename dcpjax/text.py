@@ -146,8 +146,10 @@ class Tokenizer:
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of all the tokens together; bytes that are not UTF-8 become U+FFFD."""
-        kept = (t for t in token_ids if not (skip_special_tokens and t in self._special))
-        return b"".join(map(self.token_bytes, kept)).decode("utf-8", errors="replace")
+        table, most = self._bytes, len(self._bytes)
+        hidden = self._special if skip_special_tokens else ()
+        pieces = [table[t] for t in token_ids if 0 <= t < most and t not in hidden]
+        return b"".join(pieces).decode("utf-8", errors="replace")
 
     def apply_chat_template(
         self,

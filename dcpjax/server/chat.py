@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`: the OpenAI shape of a conversation."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -23,10 +23,10 @@ async def chat_completions(request: Request, body: ChatBody, served: Served, opt
     """The whole answer, or a stream of it. Raises `ApiError` or `RequestError` for what is refused."""
     stream = wishes.stream_options(body, options)
     conversation = await begin(body, served, options, body.request_id or request.scope["request_id"], not stream.stream)
-    answer = _Answer(public_id("chatcmpl-", body.request_id, request), body, conversation, served, options)
+    answer = _Answer(public_id("chatcmpl-", body.request_id, request), body, conversation, served, options, stream)
     ticket = conversation.ticket
     if stream.stream:
-        return EventStream(ticket, answer.events(ticket, stream))
+        return EventStream(ticket, answer)
     async with attended(ticket, request.receive):
         return JsonResponse(await answer.whole(ticket))
 
@@ -42,11 +42,13 @@ class _Choice:
         self._tokenizer = served.llm.tokenizer
         self._logprobs = body.logprobs
         self._as_ids = bool(body.return_tokens_as_token_ids)
+        self._ids_wanted = bool(body.return_token_ids)
         self._reasoning_fields = reasoning_fields
 
     def deltas(self, update: Update) -> list[dict[str, Any]]:
         """The update's parts as deltas of a message."""
-        self._token_ids += update.token_ids
+        if self._ids_wanted:
+            self._token_ids += update.token_ids
         if self._logprobs:
             self._entries += chat_entries(self._tokenizer, update.token_ids, update.logprobs, self._as_ids)
         return [self._delta(part) for part in self.turn.take(update)]
@@ -90,7 +92,13 @@ class _Choice:
 
 class _Answer:
     def __init__(
-        self, answer_id: str, body: ChatBody, conversation: Conversation, served: Served, options: ServerOptions
+        self,
+        answer_id: str,
+        body: ChatBody,
+        conversation: Conversation,
+        served: Served,
+        options: ServerOptions,
+        stream: wishes.StreamOptions,
     ):
         self._head = {"id": answer_id, "created": int(time.time()), "model": body.model or served.name}
         self._fingerprint = served.system_fingerprint
@@ -98,6 +106,7 @@ class _Answer:
         self._prompt = conversation.prompt
         self._tokenizer = served.llm.tokenizer
         self._details = options.prompt_details
+        self._stream = stream
         self._choices = [_Choice(body, turn, served, options.reasoning_fields) for turn in conversation.turns]
 
     async def whole(self, ticket: Ticket) -> dict[str, Any]:
@@ -115,14 +124,18 @@ class _Answer:
             answer["prompt_logprobs"] = prompt_entries(self._tokenizer, self._prompt, last[0].prompt_logprobs)
         return {**answer, "system_fingerprint": self._fingerprint}
 
-    async def events(self, ticket: Ticket, options: wishes.StreamOptions) -> AsyncGenerator[dict]:
-        async for updates in ticket:
-            for update in updates:
-                for choice in self._chunks(update):
-                    usage = {"usage": self._usage()} if options.continuous_usage else {}
-                    yield self._chunk([choice], **usage)
-        if options.include_usage:
-            yield self._chunk([], usage=self._usage())
+    def begin(self) -> Sequence[dict]:
+        return ()
+
+    def take(self, update: Update) -> list[dict]:
+        chunks = [self._chunk([choice]) for choice in self._chunks(update)]
+        if self._stream.continuous_usage:
+            for chunk in chunks:
+                chunk["usage"] = self._usage()
+        return chunks
+
+    def end(self) -> list[dict]:
+        return [{**self._chunk([]), "usage": self._usage()}] if self._stream.include_usage else []
 
     def _choice(self, index: int, deltas: list[dict[str, Any]], last: Update) -> dict[str, Any]:
         state = self._choices[index]
@@ -161,13 +174,12 @@ class _Answer:
             chunks.append(chunk)
         return chunks
 
-    def _chunk(self, choices: list[dict], **more: Any) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict]) -> dict[str, Any]:
         return {
             "object": "chat.completion.chunk",
             **self._head,
             "choices": choices,
             "system_fingerprint": self._fingerprint,
-            **more,
         }
 
     def _usage(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -49,9 +49,9 @@ async def completions(request: Request, body: CompletionBody, served: Served, op
     jobs = [job for prompt in prompts for job in wishes.jobs(prompt.token_ids, params, body, rules)]
     ticket = served.thread.submit(jobs, body.request_id or request.scope["request_id"], not stream.stream)
     await ticket.accepted()
-    answer = _Answer(public_id("cmpl-", body.request_id, request), body, prompts, served, options)
+    answer = _Answer(public_id("cmpl-", body.request_id, request), body, prompts, served, options, stream)
     if stream.stream:
-        return EventStream(ticket, answer.events(ticket, stream))
+        return EventStream(ticket, answer)
     async with attended(ticket, request.receive):
         return JsonResponse(await answer.whole(ticket))
 
@@ -136,7 +136,13 @@ class _Choice:
 
 class _Answer:
     def __init__(
-        self, answer_id: str, body: CompletionBody, prompts: list[_Prompt], served: Served, options: ServerOptions
+        self,
+        answer_id: str,
+        body: CompletionBody,
+        prompts: list[_Prompt],
+        served: Served,
+        options: ServerOptions,
+        stream: wishes.StreamOptions,
     ):
         self._head = {
             "id": answer_id,
@@ -148,6 +154,7 @@ class _Answer:
         self._body = body
         self._n = body.n or 1
         self._details = options.prompt_details
+        self._stream = stream
         self._tokenizer = served.llm.tokenizer
         self._choices = [_Choice(prompt, body, served) for prompt in prompts for _ in range(self._n)]
 
@@ -171,15 +178,18 @@ class _Answer:
             choices.append(choice)
         return {**self._head, "choices": choices, "usage": self._usage()}
 
-    async def events(self, ticket: Ticket, options: wishes.StreamOptions) -> AsyncGenerator[dict]:
-        async for updates in ticket:
-            for update in updates:
-                ready = self._choices[update.index].take(update)
-                if ready is not None:
-                    usage = {"usage": self._usage()} if options.continuous_usage else {}
-                    yield {**self._head, "choices": [self._choice(update.index, ready)], **usage}
-        if options.include_usage:
-            yield {**self._head, "choices": [], "usage": self._usage()}
+    def begin(self) -> Sequence[dict]:
+        return ()
+
+    def take(self, update: Update) -> list[dict]:
+        ready = self._choices[update.index].take(update)
+        if ready is None:
+            return []
+        usage = {"usage": self._usage()} if self._stream.continuous_usage else {}
+        return [{**self._head, "choices": [self._choice(update.index, ready)], **usage}]
+
+    def end(self) -> list[dict]:
+        return [{**self._head, "choices": [], "usage": self._usage()}] if self._stream.include_usage else []
 
     def _choice(self, index: int, update: Update) -> dict[str, Any]:
         choice = {

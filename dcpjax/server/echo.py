@@ -49,7 +49,7 @@ class EchoRunner:
     def check(self, request: Request) -> None:
         """Raises `RequestError` for ids outside the vocabulary, as `Runner.check` does."""
         for name, ids in (("prompt", request.prompt), ("stop_token_ids", request.params.stop_token_ids)):
-            bad = [token for token in ids if not 0 <= token < self._vocab_size]
+            bad = [token for token in (min(ids, default=0), max(ids, default=0)) if not 0 <= token < self._vocab_size]
             if bad:
                 raise RequestError(f"{name}: token id {bad[0]} is not in the vocabulary of {self._vocab_size} ids")
 
@@ -111,10 +111,10 @@ class Script:
 
     def answer(self, prompt: Sequence[int]) -> list[int]:
         """The last turn without its control token, or all of a prompt that has no turns."""
-        start = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in self._asked), None)
-        if start is None:
+        turns = [i for i, token in enumerate(prompt) if token in self._asked]
+        if not turns:
             return list(prompt)
-        turn = list(prompt[start + 1 :])
+        turn = list(prompt[turns[-1] + 1 :])
         return self._spoken(turn[: turn.index(self._answer)] if self._answer in turn else turn)
 
     def _spoken(self, turn: list[int]) -> list[int]:

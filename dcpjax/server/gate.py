@@ -1,8 +1,8 @@
 """In front of all routes: browsers' questions, keys, the server's phase, ids of requests. Plain ASGI: it buffers nothing."""
 
 import hashlib
+import random
 import secrets
-import uuid
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -50,7 +50,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers, service = Headers(scope=scope), self._service
-        scope["request_id"] = headers.get("x-request-id", "")[:200] or uuid.uuid4().hex
+        scope["request_id"] = headers.get("x-request-id", "")[:200] or f"{random.getrandbits(128):032x}"
         if service.options.request_id_headers:
             send = _with_id(scope["request_id"], send)
         if scope["path"].startswith(_GUARDED) and scope["method"] != "OPTIONS":

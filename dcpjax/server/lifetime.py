@@ -7,6 +7,7 @@ signal drains and ends with 0; the second one ends at once.
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import pathlib
@@ -34,6 +35,9 @@ log = logging.getLogger("dcpjax.server")
 _LAST_CHUNKS_SECONDS = 2.0
 
 _MAX_HEADER_BYTES = 64 << 10
+
+# Between two looks for cycles; what a request leaves is freed without them.
+_NEW_OBJECTS = 50_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +140,10 @@ class _Lifetime:
         except Exception:
             log.exception("the model could not be loaded")
             return 1
+        # What is loaded stays: the collector need not look through it again and again, nor as often as for a script.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(_NEW_OBJECTS)
         self._service.open(llm, self._end.set)
         name, seconds = self._service.served.name, time.monotonic() - start
         print(f"Ready: {self._address()} (model {name}, {seconds:.1f} s)", flush=True)

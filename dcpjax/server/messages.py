@@ -1,7 +1,7 @@
 """`POST /v1/messages` and `/v1/messages/count_tokens`: the Anthropic shape of a conversation."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -14,12 +14,10 @@ from dcpjax.server.errors import unavailable
 from dcpjax.server.messages_body import CountBody, MessagesBody, chat_body
 from dcpjax.server.prompts import render_chat
 from dcpjax.server.service import Served, ServerOptions
-from dcpjax.server.stream import EventStream, Frames, attended, with_pings
-from dcpjax.server.ticket import Ticket
+from dcpjax.server.stream import EventStream, Frames, attended
+from dcpjax.server.ticket import Ticket, Update
 from dcpjax.server.tool_calls import CallBegin, CallPart, Content, Part, call_id
 from dcpjax.server.turn import Thought, Turn
-
-_PING_SECONDS = 10.0
 
 
 async def messages(request: Request, body: MessagesBody, served: Served, options: ServerOptions) -> Response:
@@ -28,7 +26,7 @@ async def messages(request: Request, body: MessagesBody, served: Served, options
     answer = _Answer(public_id("msg_", None, request), body.model or served.name, conversation)
     ticket = conversation.ticket
     if body.stream:
-        return EventStream(ticket, answer.events(ticket), FRAMES)
+        return EventStream(ticket, answer, FRAMES)
     async with attended(ticket, request.receive):
         return JsonResponse(await answer.whole(ticket))
 
@@ -44,7 +42,7 @@ def _frame(event: dict) -> bytes:
     return b"event: " + event["type"].encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
 
 
-FRAMES = Frames(event=_frame, error=lambda error: _frame(error.anthropic_body()), end=b"")
+FRAMES = Frames(event=_frame, error=lambda error: _frame(error.anthropic_body()), end=b"", ping={"type": "ping"})
 
 
 class _Answer:
@@ -54,6 +52,8 @@ class _Answer:
         self._turn: Turn = conversation.turns[0]
         self._prompt_tokens = len(conversation.prompt)
         self._stop_sequence: str | None = None
+        self._began = False  # the first event is out
+        self._blocks = _Blocks()
 
     async def whole(self, ticket: Ticket) -> dict[str, Any]:
         blocks: list[dict[str, Any]] = []
@@ -66,27 +66,27 @@ class _Answer:
                 block["input"] = orjson.loads(block["input"])
         return self._message(blocks, self._stop_reason())
 
-    async def events(self, ticket: Ticket) -> AsyncGenerator[dict]:
-        began, blocks = False, _Blocks()
-        async for updates in with_pings(ticket, _PING_SECONDS):
-            if updates is None:
-                yield {"type": "ping"}
-                continue
-            for update in updates:
-                parts = self._take(update)
-                if not began:
-                    began = True
-                    yield {"type": "message_start", "message": self._message([], None)}
-                for part in parts:
-                    for event in blocks.add(part):
-                        yield event
-        for event in blocks.close():
-            yield event
-        delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence}
-        yield {"type": "message_delta", "delta": delta, "usage": self._usage()}
-        yield {"type": "message_stop"}
+    def begin(self) -> Sequence[dict]:
+        return ()
 
-    def _take(self, update) -> list[Thought | Part]:
+    def take(self, update: Update) -> list[dict]:
+        events, parts = [], self._take(update)
+        if not self._began:
+            self._began = True
+            events.append({"type": "message_start", "message": self._message([], None)})
+        for part in parts:
+            events += self._blocks.add(part)
+        return events
+
+    def end(self) -> list[dict]:
+        delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence}
+        return [
+            *self._blocks.close(),
+            {"type": "message_delta", "delta": delta, "usage": self._usage()},
+            {"type": "message_stop"},
+        ]
+
+    def _take(self, update: Update) -> list[Thought | Part]:
         if isinstance(update.stop_reason, str):
             self._stop_sequence = update.stop_reason
         return self._turn.take(update)

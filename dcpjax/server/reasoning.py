@@ -34,6 +34,8 @@ class Reasoning:
         """More text came."""
         if not self.thinking:
             return "", text
+        if not (self._held or self._start or "<" in text):
+            return text, ""
         if self._start:
             text = self._held + text
             if len(text) < len(OPEN) and OPEN.startswith(text):

@@ -1,7 +1,7 @@
 """`POST /v1/responses`: the newer OpenAI shape of a conversation, without a store."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -14,7 +14,7 @@ from dcpjax.server.errors import ApiError
 from dcpjax.server.responses_body import ResponsesBody, chat_body
 from dcpjax.server.service import Served, ServerOptions
 from dcpjax.server.stream import EventStream, Frames, attended
-from dcpjax.server.ticket import Ticket
+from dcpjax.server.ticket import Ticket, Update
 from dcpjax.server.tool_calls import CallBegin, CallPart, Content, Part, call_id
 from dcpjax.server.turn import Thought
 
@@ -26,7 +26,7 @@ async def responses(request: Request, body: ResponsesBody, served: Served, optio
     answer = _Answer(f"resp_{name}", body, served, conversation)
     ticket = conversation.ticket
     if body.stream:
-        return EventStream(ticket, answer.events(ticket), FRAMES)
+        return EventStream(ticket, answer, FRAMES)
     async with attended(ticket, request.receive):
         return JsonResponse(await answer.whole(ticket))
 
@@ -110,6 +110,7 @@ class _Answer:
         self._turn = conversation.turns[0]
         self._prompt_tokens = len(conversation.prompt)
         self._items: list[_Item] = []
+        self._num_events = 0
         self._fields = {
             "id": answer_id,
             "object": "response",
@@ -137,27 +138,24 @@ class _Answer:
                 self._take(update)
         return self._response(self._status())
 
-    async def events(self, ticket: Ticket) -> AsyncGenerator[dict]:
-        number = 0
+    def begin(self) -> list[dict]:
+        response = self._response("in_progress")
+        return self._numbered({"type": f"response.{kind}", "response": response} for kind in ("created", "in_progress"))
 
-        def numbered(event: dict[str, Any]) -> dict[str, Any]:
-            nonlocal number
-            number += 1
-            return {**event, "sequence_number": number - 1}
+    def take(self, update: Update) -> list[dict]:
+        return self._numbered(self._take(update))
 
-        for kind in ("created", "in_progress"):
-            yield numbered({"type": f"response.{kind}", "response": self._response("in_progress")})
-        async for updates in ticket:
-            for update in updates:
-                for event in self._take(update):
-                    yield numbered(event)
+    def end(self) -> list[dict]:
         status = self._status()
-        if self._items:
-            for event in self._items[-1].end(status):
-                yield numbered(event)
-        yield numbered({"type": f"response.{status}", "response": self._response(status)})
+        last = self._items[-1].end(status) if self._items else []
+        return self._numbered([*last, {"type": f"response.{status}", "response": self._response(status)}])
 
-    def _take(self, update) -> list[dict[str, Any]]:
+    def _numbered(self, events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        numbered = [{**event, "sequence_number": i} for i, event in enumerate(events, self._num_events)]
+        self._num_events += len(numbered)
+        return numbered
+
+    def _take(self, update: Update) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         for part in self._turn.take(update):
             if not self._items or isinstance(part, CallBegin) or self._items[-1].kind != _kind(part):

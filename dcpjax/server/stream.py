@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
 
 import orjson
 from starlette.responses import Response
@@ -25,36 +26,33 @@ def frame(value: dict) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Frames:
-    """How events are written: an event, an error in their midst, and what ends all streams."""
+    """How events are written: an event, an error in their midst, and what ends all streams. ping: an event for whenever
+    nothing else came for `ping_seconds`; None: there is none."""
 
     event: Callable[[dict], bytes] = frame
     error: Callable[[ApiError], bytes] = lambda error: frame(error.body())
     end: bytes = b"data: [DONE]\n\n"
+    ping: dict | None = None
+    ping_seconds: float = 10.0
 
 
 OPENAI = Frames()
 
 
-async def with_pings(ticket: Ticket, seconds: float) -> AsyncGenerator[list[Update] | None]:
-    """The ticket's updates; None whenever nothing came for `seconds`."""
-    updates = aiter(ticket)
-    waiting = asyncio.ensure_future(anext(updates, None))
-    try:
-        while True:
-            await asyncio.wait([waiting], timeout=seconds)
-            if not waiting.done():
-                yield None
-                continue
-            found = waiting.result()
-            if found is None:
-                return
-            waiting = asyncio.ensure_future(anext(updates, None))
-            yield found
-    finally:
-        waiting.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await waiting
-        await updates.aclose()
+class Answer(Protocol):
+    """What a protocol makes of a ticket's updates. It knows nothing of the network, and nothing in it waits."""
+
+    def begin(self) -> Sequence[dict]:
+        """The events before all updates."""
+        ...
+
+    def take(self, update: Update) -> Sequence[dict]:
+        """The events that an update brings."""
+        ...
+
+    def end(self) -> Sequence[dict]:
+        """The events after the last update. Raises `ApiError` if the answer must not pass for a whole one."""
+        ...
 
 
 @contextlib.asynccontextmanager
@@ -78,34 +76,48 @@ async def attended(ticket: Ticket, receive: Receive) -> AsyncIterator[None]:
 
 
 class EventStream(Response):
-    """Sends `events` as they come, then what ends a stream, after an error too."""
+    """Sends an answer's events as they come, then what ends a stream, after an error too. Events that come at once are
+    written at once: to write costs as much as all the rest."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, ticket: Ticket, events: AsyncGenerator[dict], frames: Frames = OPENAI):
+    def __init__(self, ticket: Ticket, answer: Answer, frames: Frames = OPENAI):
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]  # of the empty body that the base class assumes
         self._ticket = ticket
-        self._events = events
+        self._answer = answer
         self._frames = frames
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write(data: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-
+        """The response, as ASGI has it."""
         try:
-            async with contextlib.aclosing(self._events), attended(self._ticket, receive):
+            async with attended(self._ticket, receive):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 try:
-                    async for event in self._events:
-                        await write(self._frames.event(event))
+                    await self._send_updates(send)
+                    last = self._written(self._answer.end())
                 except ApiError as error:
-                    await write(self._frames.error(error))
-                except ClientGone:
+                    last = self._frames.error(error)
+                except (ClientGone, OSError):
                     raise
                 except Exception:
                     log.exception("a stream failed")
-                    await write(self._frames.error(internal(scope.get("request_id", "-"))))
-                await write(self._frames.end, more=False)
+                    last = self._frames.error(internal(scope.get("request_id", "-")))
+                await send({"type": "http.response.body", "body": last + self._frames.end, "more_body": False})
         except (ClientGone, OSError):
             log.debug("client went away: %s", scope["path"])
+
+    async def _send_updates(self, send: Send) -> None:
+        ticket, answer, frames = self._ticket, self._answer, self._frames
+        idle = None if frames.ping is None else frames.ping_seconds
+        events = answer.begin()
+        while True:
+            if events:
+                await send({"type": "http.response.body", "body": self._written(events), "more_body": True})
+            if ticket.over:
+                return
+            updates = await ticket.news(idle)
+            events = [event for update in updates for event in answer.take(update)] if updates else [frames.ping]
+
+    def _written(self, events: Sequence[dict]) -> bytes:
+        return b"".join(map(self._frames.event, events))

@@ -81,7 +81,7 @@ class TicketLimits:
 
 
 class Ticket:
-    """The jobs of one HTTP request, in the event loop. Iterate it for lists of updates; `close` it in any case."""
+    """The jobs of one HTTP request, in the event loop. Iterate it, or ask for `news`; `close` it in any case."""
 
     def __init__(self, thread: "Thread", num_jobs: int, name: str, whole: bool, limits: TicketLimits):
         self.name = name
@@ -93,7 +93,8 @@ class Ticket:
         self._timer = None if limits.timeout is None else thread.loop.call_later(limits.timeout, self._expire)
         self._accepted: asyncio.Future[None] = thread.loop.create_future()
         self._updates: dict[int, Update] = {}
-        self._wake = asyncio.Event()
+        self._awake = False  # there is something to read
+        self._waiter: asyncio.Future[None] | None = None  # of the reader
         self._error: Exception | None = None
 
     async def accepted(self) -> None:
@@ -105,18 +106,37 @@ class Ticket:
             raise
 
     async def __aiter__(self) -> AsyncIterator[list[Update]]:
-        """What is new, every time there is something. Raises `ApiError` if the engine dies, `ClientGone` on `leave`."""
-        while self._left:
-            await self._wake.wait()
-            self._wake.clear()
-            updates, self._updates = list(self._updates.values()), {}
-            self._left -= sum(update.finish_reason is not None for update in updates)
-            if not self._left:
-                self._stop_timer()
-            if updates:
-                yield updates
+        """`news` until there will be no more."""
+        while not self.over:
+            yield await self.news()
+
+    @property
+    def over(self) -> bool:
+        """Whether all there was to read has been read."""
+        return not self._left
+
+    async def news(self, seconds: float | None = None) -> list[Update]:
+        """What is new, as soon as something is; empty if nothing was for so long. Not to be called once it is `over`.
+
+        Raises `ApiError` if the engine dies, `ClientGone` on `leave`.
+        """
+        if not self._awake:
             if self._error is not None:
                 raise self._error
+            self._waiter = self._thread.loop.create_future()
+            if seconds is None:
+                await self._waiter
+            elif not (await asyncio.wait((self._waiter,), timeout=seconds))[0]:
+                return []
+        self._awake = False
+        if not self._updates and self._error is not None:
+            raise self._error
+        updates, self._updates = list(self._updates.values()), {}
+        for update in updates:
+            self._left -= update.finish_reason is not None
+        if not self._left:
+            self._stop_timer()
+        return updates
 
     def leave(self) -> None:
         """The client is gone: stops the jobs, and whoever iterates."""
@@ -149,13 +169,18 @@ class Ticket:
         if update.index in self._begun and update.finish_reason is None and len(update.token_ids) < self._interval:
             return
         self._begun.add(update.index)
-        self._wake.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """Whoever waits or iterates gets `error`."""
         self.settle(error)
         self._error = error
-        self._wake.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._awake = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _expire(self) -> None:
         if self._begun:

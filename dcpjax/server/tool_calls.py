@@ -17,14 +17,14 @@ CALL, END = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Content:
     """Text that belongs to no call."""
 
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class CallBegin:
     """Call number `index` (from 0) begins; its name is known."""
 
@@ -32,7 +32,7 @@ class CallBegin:
     name: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class CallPart:
     """More of the JSON text of call `index`'s arguments."""
 
@@ -58,11 +58,13 @@ class _Tags:
 
     def split(self, text: str) -> tuple[str, str | None, str]:
         """(text before the first tag, the tag, what follows), or (text that is surely before one, None, the rest)."""
+        at = text.rfind("<")
+        if at < 0:
+            return text, None, ""
         found = self._any.search(text)
         if found is not None:
             return text[: found.start()], found[0], text[found.end() :]
-        at = text.rfind("<")
-        if at < 0 or not any(tag.startswith(text[at:]) for tag in self._tags):
+        if not any(tag.startswith(text[at:]) for tag in self._tags):
             at = len(text)
         return text[:at], None, text[at:]
 

@@ -8,7 +8,7 @@ from dcpjax.server.tool_calls import CallPart, Content, Part, ToolCalls
 from dcpjax.text import Tokenizer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Thought:
     """A piece of the thinking."""
 
@@ -53,7 +53,7 @@ class Turn:
                 parts += self._calls.finish()
         if self._counting and self._split.thinking is False and reasoning:
             self._counting = False  # ended by something that is not the one closing token
-        return _joined(parts)
+        return parts if len(parts) < 2 else _joined(parts)
 
     @property
     def silent(self) -> bool:

@@ -110,8 +110,7 @@ def check_prompt(prompt: list[int], max_tokens: int | None, served: Served, para
     """Raises `ApiError` if the prompt is empty, has unknown ids, or does not fit the context with its answer."""
     if not prompt:
         raise ApiError(400, f"{param}: the prompt has no tokens; at least 1 is needed", param)
-    for token in prompt:
-        _check_id(param, token, served)
+    _check_id(param, max(prompt), served)
     most, wanted = served.llm.max_model_len, max_tokens or 1
     if len(prompt) + wanted > most:
         raise ApiError(
