@@ -56,7 +56,8 @@ test-gpu:
 
 docs:
 	@$(MAKE) --no-print-directory setup EXTRAS='$(EXTRAS),docs'
-	PYTHONPATH=. $(python) scripts/reference.py build/docs
+	PYTHONPATH=. $(python) -m doctest scripts/reference.py
+	PYTHONPATH=. $(python) -W error scripts/reference.py build/docs
 
 pictures: setup
 	PYTHONPATH=. $(python) scripts/pictures.py

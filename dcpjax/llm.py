@@ -60,25 +60,24 @@ class LLM:
 
     model: a checkpoint folder, plain or quantised, or a Hub id "owner/name"; None is the embedded tiny model.
     tokenizer: a folder with tokenizer.json (default: the model's; a folder without one works with token ids, and `text`
-    is ''). tensor_parallel_size: devices (default: the dcp size). decode_context_parallel_size: how many of them deal
-    the tokens out among themselves. enable_expert_parallel: whole routed experts on a device each, instead of a part of
-    each expert on every device. cp_kv_cache_interleave_size: tokens in a turn. dcp_comm_backend: "ag_rs", "a2a" or
-    "psum". index_shards: 1 or the dcp size (default). block_size: tokens of a logical page, the same at every dcp.
-    num_blocks: pages, block 0 included (default: what memory holds). max_model_len: default the smaller of the model's
-    positions and the pool. max_num_seqs: requests at a time (16 on CPU, else 128). max_num_batched_tokens: tokens of a
-    step (512 on CPU, else 2048). dtype: "auto" is float32 on CPU, else bfloat16. kv_cache_dtype: "auto" is the same,
-    "fp8" packs rows in 8 bits. gpu_memory_utilization: share of an accelerator's memory for weights and cache; without
-    effect on CPU. kernels: "auto" (None) is what measured best on the platform, "xla" none, or implementations by name,
-    see `Kernels`. enable_prefix_caching: whether whole pages of tokens that were computed before are reused.
-    prefix_caching_hash_algo: "sha256" or "xxhash", see `hash_named`.
-    speculative_config: None, or {"method": "mtp", "num_speculative_tokens": k (1), "draft_kv": "sharded" or
-    "replicated", "acceptance": "coupled" (the text is the one without drafts) or "rejection" (the same distribution),
-    "pin": None or a mean acceptance length to force in benchmarks, "adaptive": whether steps may use fewer drafts
-    (False; a program for each number of drafts is compiled and timed when the LLM is made)}. dcp_debug: a line a layer
-    from every device on standard error. zero_new_pages: clear pages before they are written to; reads are right without
-    it. overlap: dispatch a step before reading the last one. seed: of requests without one. hf_overrides: laid over
-    config.json.
-    Raises `ConfigError` or `CheckpointError`.
+    is ''). chat_template: Jinja source instead of the model's. tensor_parallel_size: devices (default: the dcp size).
+    decode_context_parallel_size: how many of them deal the tokens out among themselves. enable_expert_parallel: whole
+    routed experts on a device each, instead of a part of each expert on every device. cp_kv_cache_interleave_size:
+    tokens in a turn. dcp_comm_backend: "ag_rs", "a2a" or "psum". index_shards: 1 or the dcp size (default). block_size:
+    tokens of a logical page, the same at every dcp. num_blocks: pages, block 0 included (default: what memory holds).
+    max_model_len: default the smaller of the model's positions and the pool. max_num_seqs: requests at a time (16 on
+    CPU, else 128). max_num_batched_tokens: tokens of a step (512 on CPU, else 2048). dtype: "auto" is float32 on CPU,
+    else bfloat16. kv_cache_dtype: "auto" is the same, "fp8" packs rows in 8 bits. kv_cache_memory_bytes: of the cache
+    over all devices. gpu_memory_utilization: share of an accelerator's memory for weights and cache; without effect on
+    CPU. kernels: "auto" (None) is what measured best on the platform, "xla" none, or implementations by name, see
+    `Kernels`. enable_prefix_caching: whether whole pages of tokens that were computed before are reused.
+    prefix_caching_hash_algo: "sha256" or "xxhash", see `hash_named`. speculative_config: None, or {"method": "mtp",
+    "num_speculative_tokens": k (1), "draft_kv": "sharded" or "replicated", "acceptance": "coupled" (the text is the one
+    without drafts) or "rejection" (the same distribution), "pin": None or a mean acceptance length to force in
+    benchmarks, "adaptive": whether steps may use fewer drafts (False; a program for each number of drafts is compiled
+    and timed when the LLM is made)}. dcp_debug: a line a layer from every device on standard error. zero_new_pages:
+    clear pages before they are written to; reads are right without it. overlap: dispatch a step before reading the last
+    one. seed: of requests without one. hf_overrides: laid over config.json. Raises `ConfigError` or `CheckpointError`.
     """
 
     def __init__(

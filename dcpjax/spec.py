@@ -103,12 +103,12 @@ def _pinnable(pin: float, k: int) -> bool:
 
 @struct.dataclass
 class Rows:
-    """One step's rows on the device, `[B]` each but for the nested ones.
+    """One step's rows on the device, `[B]` int32 each where nothing else is said.
 
     row: row slot, R for padding. start: position of the first query token. num_tokens: query tokens. first, last: of
     the step's T tokens the row's first and last one. decode, emit: bool. limit: tokens at most. drafts `[B, k]`: what
-    a decode row verifies, of which `num_drafts` are real; weights `[B, k, V]`: log-weights they were drawn with.
-    masked: bool, whether a grammar says which tokens are allowed.
+    a decode row verifies, of which `num_drafts` are real; weights `[B, k, V]` float32: log-weights they were drawn with.
+    credit: float32, see `RowState`. masked: bool, whether a grammar says which tokens are allowed.
     """
 
     row: jax.Array
