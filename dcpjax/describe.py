@@ -1,6 +1,7 @@
 """What the start-up log says of an engine: mesh, memory, kernels, where prefixes can hit, how drafts are made."""
 
 from dcpjax import capacity
+from dcpjax.host.report import DeviceState
 from dcpjax.runner import Runner
 from models.stored import bytes_per_device
 
@@ -33,6 +34,14 @@ def describe(runner: Runner, prefix_caching: bool = True) -> list[str]:
         _prefixes(layout.page_tokens) if prefix_caching else "prefix caching: off",
         _drafts(runner),
     ]
+
+
+def device_state(runner: Runner, compile_seconds: float) -> DeviceState:
+    """What the runner's devices hold now."""
+    held = bytes_per_device((runner.params, runner.cache, runner.draft_cache))
+    devices = runner.net.plan.mesh.devices.flat
+    memory = {str(device): (device.memory_stats() or {}).get("bytes_in_use", held) for device in devices}
+    return DeviceState(runner.num_compiled, compile_seconds, memory)
 
 
 def bytes_per_token(runner: Runner) -> float:

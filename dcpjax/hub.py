@@ -1,8 +1,10 @@
 """Where a model lies: the embedded one, a folder, or a repository of the Hugging Face Hub that is fetched first."""
 
+import json
 import pathlib
 import re
 from collections.abc import Callable
+from typing import Any
 
 from dcpjax.errors import ConfigError
 
@@ -36,6 +38,17 @@ def find(model: str | pathlib.Path | None, fetch: Callable[..., str] | None = No
             f"model {str(model)!r} is not a folder, and the Hub does not give it: {reason}. Give a folder, or another id"
         ) from None
     return pathlib.Path(found), name.partition("/")[2]
+
+
+def generation_defaults(folder: pathlib.Path) -> dict[str, Any]:
+    """The model's `generation_config.json`, empty if there is none. Raises `ConfigError` if it is not valid JSON."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
 
 
 def _snapshot_download() -> Callable[..., str]:

@@ -1,21 +1,22 @@
 """`LLM`: load a model, generate, and look inside; what notebooks and tests use."""
 
 import dataclasses
-import json
 import logging
 import numbers
 import pathlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from dcpjax import build, hub
-from dcpjax.describe import describe
+from dcpjax.describe import describe, device_state
 from dcpjax.engine import EngineCore
 from dcpjax.errors import CacheFullError, ConfigError, RequestError
 from dcpjax.explanation import plan_of
 from dcpjax.host.keys import hash_named
+from dcpjax.host.report import DeviceState
 from dcpjax.host.request import Request, SamplingParams, Times, TokenLogprobs
 from dcpjax.host.speculation import AcceptanceAlarm, AdaptiveDrafts
 from dcpjax.interrupts import interrupts_held
@@ -140,7 +141,7 @@ class LLM:
         )
         self.tokenizer = _load_tokenizer(folder, tokenizer, chat_template)
         _check_vocabulary(self.tokenizer, read_config(folder, hf_overrides))
-        self.generation_defaults = _generation_defaults(folder)
+        self.generation_defaults = hub.generation_defaults(folder)
         build.start_devices(tensor_parallel_size, decode_context_parallel_size)
         build.keep_compiled_programs()
         with loading() as progress:
@@ -158,6 +159,7 @@ class LLM:
         self._alarm = AcceptanceAlarm(self.runner.num_drafts)
         self._watched = self.engine.stats.acceptance
         self._tracer = Tracer(self.runner)
+        self._compile_seconds = 0.0
 
     @property
     def config(self) -> ModelConfig:
@@ -202,7 +204,14 @@ class LLM:
 
     def warm_up(self, progress=lambda done, total: None) -> None:
         """Compiles every step shape ahead; `progress(done, total)` is called after each."""
+        start = time.monotonic()
         self.runner.warm_up(progress)
+        self._compile_seconds += time.monotonic() - start
+
+    @property
+    def device_state(self) -> DeviceState:
+        """What was compiled ahead, and bytes in use on each device."""
+        return device_state(self.runner, self._compile_seconds)
 
     def add(self, prompt: Sequence[int], params: SamplingParams, **more: Any) -> Request:
         """Queues one choice of a prompt of token ids, with its text. `more`: request_id, choice, cache_salt, no_store,
@@ -382,13 +391,3 @@ def _check_vocabulary(tokenizer: Tokenizer | None, cfg: ModelConfig) -> None:
             f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model a vocabulary of {cfg.vocab_size}: they do not "
             "belong together; give the model's own with tokenizer"
         )
-
-
-def _generation_defaults(folder: pathlib.Path) -> dict[str, Any]:
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None

@@ -1,6 +1,7 @@
-"""The line that a busy engine writes now and then, made of two moments' counters."""
+"""What operators are told of a running engine: the line it writes now and then, and the state of its devices."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from dcpjax.host.speculation import Acceptance
 
@@ -20,6 +21,16 @@ class Moment:
     page_usage: float
     hit_rate: float | None = None
     acceptance: Acceptance | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceState:
+    """compiled_shapes: step programs. compile_seconds: spent on them ahead of time. memory: bytes in use by device; those
+    of weights and caches where the platform does not tell."""
+
+    compiled_shapes: int = 0
+    compile_seconds: float = 0.0
+    memory: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def report(before: Moment, now: Moment, pin: float | None = None) -> str:

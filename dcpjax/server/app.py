@@ -17,6 +17,7 @@ from dcpjax.server.messages import count_tokens, messages
 from dcpjax.server.messages_body import CountBody, MessagesBody
 from dcpjax.server.metrics import CONTENT_TYPE
 from dcpjax.server.model_cards import model_card
+from dcpjax.server.profile import Profiler
 from dcpjax.server.protocol import (
     AbortBody,
     Body,
@@ -145,6 +146,16 @@ def _add_dev(app: fastapi.FastAPI, service: Service) -> None:
     @app.get("/live", include_in_schema=False)
     async def get_live(request: Request) -> Response:
         return live.feed(request, service)
+
+    profiler = Profiler(service.options.profile_dir)
+
+    @app.post("/start_profile", responses=_gives(_JSON) | _REFUSED)
+    async def post_start_profile() -> Response:
+        return JsonResponse({"folder": await profiler.start()})
+
+    @app.post("/stop_profile", responses=_gives(_JSON) | _REFUSED)
+    async def post_stop_profile() -> Response:
+        return JsonResponse({"folder": await profiler.stop()})
 
     @app.post("/abort_requests", **_documented(AbortBody, {}))
     async def post_abort(request: Request) -> Response:

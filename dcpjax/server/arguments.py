@@ -152,6 +152,7 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
             given.allow_credentials,
         ),
         dev_endpoints=_loopback(given) if given.enable_dev_endpoints is None else given.enable_dev_endpoints,
+        profile_dir=given.profile_dir,
         log_stats=not given.disable_log_stats,
         parallelism=(
             given.tensor_parallel_size or given.decode_context_parallel_size,

@@ -17,6 +17,7 @@ from dcpjax.engine import EngineCore
 from dcpjax.errors import ConfigError, RequestError
 from dcpjax.host.keys import hash_named
 from dcpjax.host.plan import RowLogprobs, StepPlan, StepResult
+from dcpjax.host.report import DeviceState
 from dcpjax.host.request import Request, SamplingParams
 from dcpjax.text import TextStream, Tokenizer
 
@@ -210,6 +211,11 @@ class EchoLLM:
             prefix_caching=arguments["enable_prefix_caching"],
             hash=hash_named(arguments["prefix_caching_hash_algo"]),
         )
+
+    @property
+    def device_state(self) -> DeviceState:
+        """Nothing: there is no device."""
+        return DeviceState()
 
     def describe(self) -> list[str]:
         """The start-up lines."""

@@ -157,6 +157,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     add("--request-timeout", type=float, metavar="SECONDS", help="a request without a token by then is refused")
     add("--shutdown-timeout", type=float, default=30.0, help="seconds that running requests get after SIGTERM")
     add("--disable-log-stats", **switch, default=False, help="no line every few busy seconds")
+    add("--profile-dir", metavar="FOLDER", help="for /start_profile (default: a temporary folder each time)")
     add("--enable-dev-endpoints", **switch, help="reset, server_info, abort (default: on a loopback address)")
 
 

@@ -21,6 +21,8 @@ _GUARDED = (
     "/flush_cache",
     "/server_info",
     "/abort_requests",
+    "/start_profile",
+    "/stop_profile",
     "/live",
 )
 

@@ -23,6 +23,7 @@ _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240
 _CHOICES = (1, 2, 5, 10, 20)
 _STEP_TOKENS = (1, 8, *(2**i for i in range(4, 15)))
 _STEP = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_MASK = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 0.001, 0.002, 0.005, 0.01, 0.1)
 _REASONS = ("stop", "length", "abort", "error")
 
 
@@ -73,6 +74,27 @@ class Metrics:
             registry=self._registry,
         )
         self._steps = {phase: steps.labels(**self._labels, phase=phase) for phase in ("prefill", "decode")}
+
+        self._masks = prometheus_client.Histogram(
+            "dcpjax:grammar_mask_seconds",
+            "Time to find what a grammar allows, by request and step.",
+            tuple(self._labels),
+            buckets=_MASK,
+            registry=self._registry,
+        ).labels(**self._labels)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of every sample."""
+        return dict(self._labels)
+
+    def register(self, collector: Collector) -> None:
+        """Adds metrics that somebody else collects."""
+        self._registry.register(collector)
+
+    def masked(self, seconds: float) -> None:
+        """A grammar said which tokens may come in one row of a step, drafts included."""
+        self._masks.observe(seconds)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format, UTF-8."""

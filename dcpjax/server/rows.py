@@ -32,10 +32,11 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("`GET /metrics`", "routes::test_metrics_are_text_that_prometheus_reads"),
         Row("`POST /tokenize`: the ids of generation", "chat::test_the_prompt_is_what_tokenize_gives"),
         Row("`POST /detokenize`", "routes::test_tokenize_and_back"),
-        Row("`POST /reset_prefix_cache`", "prefix::test_reset_forgets"),
+        Row("`POST /reset_prefix_cache`, `/flush_cache`, while requests run too", "prefix::test_reset_forgets"),
         Row("`POST /v1/messages`", "clients::test_anthropic_messages"),
         Row("`POST /v1/messages/count_tokens`", "clients::test_anthropic_counts_what_it_takes"),
         Row("`POST /abort_requests`", "limits::test_requests_can_be_aborted_by_their_ids"),
+        Row("`POST /start_profile`, `/stop_profile`", "tiny::test_a_profile_while_a_request_runs"),
         Row("`GET /openapi.json`; every route keeps to it", "schema::test_routes_keep_their_promises"),
         Row("`POST /v1/responses`, without a store", "responses::test_a_tool_loop"),
         Row("stored responses, `/v1/embeddings`, …: JSON 404", "errors::test_routes_and_methods_that_do_not_exist"),
@@ -128,6 +129,11 @@ ROWS: dict[str, tuple[Row, ...]] = {
     "Prefix cache and metrics": (
         Row("`cached_tokens` is what was not computed", "prefix::test_br_16_what_is_reported_is_what_was_not_computed"),
         Row("vLLM's metrics", "routes::test_metrics_of_the_dashboards_are_all_there"),
+        Row("time of grammars' masks", "structure::test_masks_are_timed"),
+        Row(
+            "tokens by rank, memory by device, compilation",
+            "tiny::test_the_tokens_of_a_request_are_dealt_out_to_four_ranks",
+        ),
         Row("drafts", "prefix::test_drafts_are_counted_by_request_and_in_all"),
     ),
 }

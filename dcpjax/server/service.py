@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import hashlib
+import json
 import math
 import time
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import dcpjax
 from dcpjax.grammar import Grammars, Vocabulary
+from dcpjax.layout import CacheLayout
+from dcpjax.server.device_metrics import DeviceMetrics
 from dcpjax.server.engine_thread import EngineThread
 from dcpjax.server.errors import ApiError, unavailable
 from dcpjax.server.metrics import Metrics
@@ -52,6 +55,7 @@ class ServerOptions:
     that may wait. request_timeout: seconds to the first token, None: no limit. retry_after: seconds that clients are told
     to wait while the server drains. parallelism: devices and dcp size. fingerprint: what of the configuration can change
     an answer, as text. pin: the acceptance length that is forced, see `Speculation`.
+    profile_dir: see `Profiler`.
     """
 
     served_names: tuple[str, ...] = ()
@@ -77,6 +81,7 @@ class ServerOptions:
     request_id_headers: bool = False
     cors: Cors = Cors()
     dev_endpoints: bool = True
+    profile_dir: str | None = None
     log_stats: bool = True
     parallelism: tuple[int, int] = (1, 1)
     fingerprint: str = ""
@@ -160,6 +165,7 @@ class Service:
             "enable_prefix_caching": str(scheduler.prefix is not None),
         }
         metrics = Metrics(names[0], llm.max_model_len, lambda: llm.engine.stats, cache)
+        metrics.register(self._device_metrics(llm, metrics.labels))
         watch = Watch(
             lambda: llm.engine.stats,
             on_step=lambda seconds: metrics.step(*llm.engine.step_tokens, seconds),
@@ -188,6 +194,20 @@ class Service:
         )
         thread.start()
         self.phase = Phase.READY
+
+    def _device_metrics(self, llm: "LLM", labels: dict[str, str]) -> DeviceMetrics:
+        scheduler, arguments = llm.engine.scheduler, json.loads(self.options.fingerprint or "{}")
+        layout = CacheLayout(
+            num_pages=scheduler.pool.num_pages,
+            page_tokens=scheduler.page_tokens,
+            shards=self.options.parallelism[1],
+            interleave=arguments.get("cp_kv_cache_interleave_size") or 1,
+        )
+
+        def lengths() -> list[int]:
+            return [request.written for request in tuple(scheduler.running)]
+
+        return DeviceMetrics(labels, lambda: llm.device_state, lengths, layout)
 
     def drain(self) -> None:
         """No new work from now on."""

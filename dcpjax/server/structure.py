@@ -1,8 +1,11 @@
 """What a body demands of the form of its answer, as rules for the engine: schemas, patterns, choices, forced tool calls."""
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from dcpjax.errors import RequestError
 from dcpjax.grammar import AllOf, BadWords, Grammar, Grammars
@@ -46,9 +49,25 @@ def _rules(wishes: list[_Wish], body: SamplingBody, served: Served, thinking: bo
     def make() -> host.Grammar | None:
         parts: list[Any] = [] if grammar is None else [grammar.rules(CLOSE if thinking else None)]
         parts += [BadWords(words)] if words else []
-        return AllOf(*parts) if len(parts) > 1 else parts[0] if parts else None
+        if not parts:
+            return None
+        return _Timed(AllOf(*parts) if len(parts) > 1 else parts[0], served.metrics.masked)
 
     return make
+
+
+class _Timed:
+    """A grammar; `tell` hears how many seconds its masks took."""
+
+    def __init__(self, inner: host.Grammar, tell: Callable[[float], None]):
+        self.accept = inner.accept
+        self._inner = inner
+        self._tell = tell
+
+    def masks(self, drafts: Sequence[int], allowed: np.ndarray) -> None:
+        start = time.perf_counter()
+        self._inner.masks(drafts, allowed)
+        self._tell(time.perf_counter() - start)
 
 
 def _grammar(wishes: list[_Wish], served: Served) -> Grammar | None:

@@ -10,6 +10,7 @@ import tokenizers
 from dcpjax.engine import EngineCore
 from dcpjax.errors import ConfigError, RequestError
 from dcpjax.host.plan import RowLogprobs, StepPlan, StepResult
+from dcpjax.host.report import DeviceState
 from dcpjax.host.request import Request
 from dcpjax.text import ChatTemplate, TextStream, Tokenizer
 
@@ -167,6 +168,8 @@ class FakeLLM:
         runner = Reciter(script, eos, **reciter)
         self.max_model_len = runner.max_model_len
         self.engine = EngineCore(runner, eos_token_ids=[eos], prefix_caching=prefix_caching)
+
+    device_state = DeviceState(3, 1.5, {"fake:0": 2**40})
 
     def add(self, prompt, params, **more):
         text = None if self.tokenizer is None else TextStream(self.tokenizer, params, prompt[-4:])

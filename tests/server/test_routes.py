@@ -80,6 +80,9 @@ def test_metrics_of_the_dashboards_are_all_there(client):
         "request_inference_time_seconds", "request_queue_time_seconds", "request_params_n", "iteration_tokens_total",
     ):  # fmt: skip
         assert metric(client, f"vllm:{name}_count") > 0
+    assert metric(client, "dcpjax:compile_seconds_total") == 1.5 and metric(client, "dcpjax:compiled_shapes") == 3
+    assert metric(client, "dcpjax:device_memory_bytes", device="fake:0") == 2**40
+    assert metric(client, "dcpjax:kv_tokens_per_rank", rank="0") == 0
     for phase in ("prefill", "decode"):
         assert metric(client, "dcpjax:step_seconds_count", phase=phase) > 0
 

@@ -7,7 +7,7 @@ import time
 import jsonschema
 import pytest
 
-from tests.server.process import EchoProcess, events
+from tests.server.process import EchoProcess, events, metric
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PERSON = {
@@ -129,6 +129,14 @@ def test_streams_and_choices_have_rules_of_their_own(client):
 def test_other_forms(client, wish, text, want):
     choice = complete(client, text, **wish)
     assert (choice["text"], choice["finish_reason"]) == (want, "stop")
+
+
+def test_masks_are_timed(client):
+    before = metric(client, "dcpjax:grammar_mask_seconds_count")
+    answer = client.post("/v1/completions", json={"prompt": "abc", "guided_regex": "[a-z]{1,9}", "n": 2}).json()
+    assert answer["usage"]["completion_tokens"] > 0
+    assert metric(client, "dcpjax:grammar_mask_seconds_count") > before + 2
+    assert 0 < metric(client, "dcpjax:grammar_mask_seconds_sum") < 10
 
 
 def test_a_choice_is_made_whatever_the_model_wants(client):

@@ -5,6 +5,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -14,6 +15,7 @@ import openai
 import pytest
 
 from models.train import tables
+from tests.server.process import metric
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -130,6 +132,36 @@ def test_drafts_and_the_prefix_cache_are_at_work(client, server):
     assert details == warm.usage.completion_tokens_details and details.accepted_prediction_tokens > 0
     assert httpx.post(f"{server.url}/reset_prefix_cache").status_code == 200
     assert client.chat.completions.create(**wish).usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_a_profile_while_a_request_runs(client, server, tmp_path):
+    assert httpx.post(f"{server.url}/stop_profile").status_code == 400
+    folder = pathlib.Path(httpx.post(f"{server.url}/start_profile", timeout=60).json()["folder"])
+    refused = httpx.post(f"{server.url}/start_profile")
+    assert refused.status_code == 409 and str(folder) in refused.json()["error"]["message"]
+    ask(client, 1)
+    assert httpx.post(f"{server.url}/stop_profile", timeout=60).json() == {"folder": str(folder)}
+    (trace,) = folder.rglob("*.xplane.pb")
+    assert trace.stat().st_size > 1000
+    shutil.rmtree(folder)
+
+
+def test_the_tokens_of_a_request_are_dealt_out_to_four_ranks(client, server):
+    """Those of a prompt, while its answer is streamed; and every device holds weights and cache."""
+    prompt = [500 + i % 97 for i in range(400)]
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        body = {"prompt": prompt, "max_tokens": 64, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+            with httpx.Client(base_url=server.url, timeout=60) as other:
+                lines = other.get("/metrics").text.splitlines()
+                held, memory = (
+                    [float(line.split()[-1]) for line in lines if line.startswith(f"dcpjax:{name}{{")]
+                    for name in ("kv_tokens_per_rank", "device_memory_bytes")
+                )
+                assert len(held) == 4 and all(100 <= tokens <= 100 + 64 / 4 for tokens in held)
+                assert max(held) - min(held) <= 1 and len(memory) == 4 and min(memory) > 1e6
+                assert metric(other, "dcpjax:compiled_shapes") > 3 and metric(other, "dcpjax:compile_seconds_total") > 0
 
 
 def ask(client, i: int) -> tuple[str, list[int]]:
