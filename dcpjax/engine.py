@@ -168,7 +168,7 @@ class EngineCore:
         requests of the same one. no_store: its pages are not for others. grammar: of this choice alone. priority: the
         smaller, the earlier it runs, and the later it is pre-empted.
         """
-        prompt = [int(token) for token in prompt]
+        prompt = list(map(int, prompt))
         if not 0 <= choice < params.n:
             raise RequestError(f"choice: got {choice}, it must be at least 0 and below n = {params.n}")
         if request_id is not None and request_id in self._requests:

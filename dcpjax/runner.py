@@ -239,7 +239,7 @@ class Runner:
             ("logit_bias", request.params.logit_bias or ()),
             ("allowed_token_ids", request.params.allowed_token_ids or ()),
         ):
-            bad = [i for i in given if not 0 <= i < size]
+            bad = [i for i in (min(given, default=0), max(given, default=0)) if not 0 <= i < size]
             if bad:
                 raise RequestError(f"{name}: token id {bad[0]} is not in the vocabulary of {size} ids")
         room = request.limit - len(request.prompt)

@@ -8,7 +8,8 @@ Arms, each a process of its own, asked in turn by one client of bare sockets:
 
 Figures are ratios of requests and chunks per second, and the server's own CPU time: a request's fixed part and the part
 that grows with its prompt (from prompts of two lengths), and a streamed token's with both parsers at work (from answers of
-one token and of many to the same prompt).
+one token and of many to the same prompt); last, the longest wait for a chunk of a stream while a prompt of a megabyte
+comes in.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from typing import Any
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """rounds: of which medians are taken. clients: at a time. requests, streams: of a round. short, long: words of prompts.
-    tokens: of a streamed answer, about."""
+    tokens: of a streamed answer, about. bytes: of the prompt beside a stream."""
 
     rounds: int = 3
     clients: int = 32
@@ -40,9 +41,10 @@ class Sizes:
     short: int = 16
     long: int = 1500
     tokens: int = 400
+    bytes: int = 1_000_000
 
 
-QUICK = Sizes(rounds=1, clients=2, requests=8, streams=2, short=4, long=50, tokens=10)
+QUICK = Sizes(rounds=1, clients=2, requests=8, streams=2, short=4, long=50, tokens=10, bytes=10_000)
 
 _CONSTANT = """
 import fastapi, sys, uvicorn, socket
@@ -103,6 +105,13 @@ def measure(sizes: Sizes, say=lambda line: None) -> dict[str, Any]:
     say(
         f"CPU: {figures['ms_a_request']:.2f} ms a request (at most 1) + {figures['us_a_prompt_token']:.2f} us a prompt token "
         f"(at most 1); {figures['us_a_streamed_token']:.1f} us a streamed token (at most 30)"
+    )
+    with _process("-m", "dcpjax.serve", "--engine", "echo", "--port", "0", "--max-model-len", "1M") as echo:
+        gaps = [asyncio.run(_gap(echo.port, sizes.bytes, i)) for i in range(2 * sizes.rounds + 1)]
+    figures |= {"gap_ms": statistics.median(gaps), "gaps_ms": gaps}
+    say(
+        f"longest wait for a chunk beside a prompt of {sizes.bytes:,} bytes: {figures['gap_ms']:.0f} ms (at most 50), median of "
+        f"{', '.join(f'{gap:.0f}' for gap in gaps)}"
     )
     return figures
 
@@ -182,6 +191,27 @@ async def _load(port: int, request: bytes, requests: int, clients: int) -> None:
         await writer.wait_closed()
 
     await asyncio.gather(*(client() for _ in range(clients)))
+
+
+async def _gap(port: int, size: int, number: int) -> float:
+    """Milliseconds; prompts of other numbers have no prefix in common."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_chat("a " * 100, stream=True, max_tokens=100_000, ignore_eos=True))
+    for _ in range(20):  # it runs
+        await reader.readuntil(b"\n\n")
+    text = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
+    other = asyncio.ensure_future(
+        _once(port, _chat(f"{number} " + text * (size // len(text)), stream=False, max_tokens=1))
+    )
+    longest, last = 0.0, time.perf_counter()
+    while not other.done():
+        await reader.readuntil(b"\n\n")
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    await other
+    writer.close()
+    await writer.wait_closed()
+    return longest * 1e3
 
 
 async def _once(port: int, request: bytes) -> bytes:

@@ -27,6 +27,7 @@ TINY = pathlib.Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
 _ASKED = ("<|user|>", "<|observation|>")
 _ANSWER = "<|assistant|>"
 _TAGS = ("</think>", "<tool_call>")
+_TAG_TOKENS = max(map(len, _TAGS))  # at most, where a tag is text
 _NUM_LOGPROBS = 20
 _MOST_PAGES = 8192
 # Of a step. A device would leave the processor to the server meanwhile.
@@ -62,7 +63,7 @@ class EchoRunner:
             request = planned.request
             if planned.new:
                 self._rows[planned.row] = _Row(
-                    self._script.answer(request.prompt), request.num_tokens, len(request.output)
+                    self._script.answer(request.prompt, request.limit), request.num_tokens, len(request.output)
                 )
             new: list[int] = []
             if planned.emit:
@@ -110,12 +111,15 @@ class Script:
         self._eos = eos
         self._tokenizer = tokenizer
 
-    def answer(self, prompt: Sequence[int]) -> list[int]:
-        """The last turn without its control token, or all of a prompt that has no turns."""
-        turns = [i for i, token in enumerate(prompt) if token in self._asked]
-        if not turns:
+    def answer(self, prompt: Sequence[int], limit: int) -> list[int]:
+        """The last turn without its control token, or all of a prompt that has no turns. limit: tokens of prompt and answer
+        at most; no more is made of a long turn than may be said."""
+        backwards = prompt[::-1]
+        ends = [backwards.index(token) for token in self._asked if token in backwards]
+        if not ends:
             return list(prompt)
-        turn = list(prompt[turns[-1] + 1 :])
+        start = len(prompt) - min(ends)
+        turn = list(prompt[start : start + _TAG_TOKENS * (limit - len(prompt))])
         return self._spoken(turn[: turn.index(self._answer)] if self._answer in turn else turn)
 
     def _spoken(self, turn: list[int]) -> list[int]:

@@ -76,5 +76,5 @@ def test_the_server_alone(monkeypatch, tmp_path, capsys):
     figures = json.loads(file.read_text())
     assert figures["requests_per_second"].keys() == {"echo", "constant"} and figures["requests_ratio"] > 0
     assert figures["chunks_per_second"].keys() == {"stream", "bare"} and figures["chunks_ratio"] > 0
-    assert {"ms_a_request", "us_a_prompt_token", "us_a_streamed_token"} < figures.keys()
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert {"ms_a_request", "us_a_prompt_token", "us_a_streamed_token"} < figures.keys() and figures["gap_ms"] > 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
