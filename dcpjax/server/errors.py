@@ -7,6 +7,7 @@ import orjson
 import starlette.exceptions
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from dcpjax.errors import NeverFitsError, RequestError
 
@@ -66,6 +67,11 @@ class ApiError(Exception):
         return Response(orjson.dumps(body), self.status, self.headers, media_type="application/json")
 
 
+def route_path(scope: Scope) -> str:
+    """The path that routes have: without the prefix that a proxy took away and the server put back (`--root-path`)."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
 class ClientGone(Exception):
     """The client closed the connection: there is nobody to answer."""
 
@@ -92,13 +98,13 @@ def install(app: fastapi.FastAPI) -> None:
     """Makes every failure of `app` one of these answers."""
 
     async def api_error(request: Request, error: ApiError) -> Response:
-        return error.response(request.url.path)
+        return error.response(route_path(request.scope))
 
     async def request_error(request: Request, error: RequestError) -> Response:
-        return bad_request(error).response(request.url.path)
+        return bad_request(error).response(route_path(request.scope))
 
     async def http_error(request: Request, error: starlette.exceptions.HTTPException) -> Response:
-        path = request.url.path
+        path = route_path(request.scope)
         if error.status_code == 404:
             other = path.startswith(_OTHER_MODELS)
             words = "is not supported by this model" if other else "does not exist"
@@ -114,7 +120,7 @@ def install(app: fastapi.FastAPI) -> None:
         return Response(status_code=499)
 
     async def failure(request: Request, error: Exception) -> Response:
-        return internal(request.scope.get("request_id", "-")).response(request.url.path)
+        return internal(request.scope.get("request_id", "-")).response(route_path(request.scope))
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestError, request_error)

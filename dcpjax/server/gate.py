@@ -9,7 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dcpjax.server.errors import ApiError
+from dcpjax.server.errors import ApiError, route_path
 from dcpjax.server.service import Service
 
 _GUARDED = (
@@ -55,12 +55,13 @@ class Gate:
         scope["request_id"] = headers.get("x-request-id", "")[:200] or f"{random.getrandbits(128):032x}"
         if service.options.request_id_headers:
             send = _with_id(scope["request_id"], send)
-        if scope["path"].startswith(_GUARDED) and scope["method"] != "OPTIONS":
+        path = route_path(scope)
+        if path.startswith(_GUARDED) and scope["method"] != "OPTIONS":
             try:
                 self._check_key(headers)
                 service.admit(scope["method"])
             except ApiError as error:
-                await error.response(scope["path"])(scope, receive, send)
+                await error.response(path)(scope, receive, send)
                 return
         service.num_inflight += 1
         try:

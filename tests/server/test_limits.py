@@ -132,7 +132,7 @@ def echo(tmp_path_factory):
     file.write_text(
         "engine: echo\nserved-model-name: [one, two]\nallowed-origins: ['https://a.example']\nallow_credentials: true\n"
         "enable-request-id-headers: true\nmax-model-len: 1k\nreasoning-field: both\nenable-force-include-usage: true\n"
-        "enable-prompt-tokens-details: false\napi-key: [k, other]\nport: 1\n"
+        "enable-prompt-tokens-details: false\napi-key: [k, other]\nport: 1\nroot-path: /behind\n"
     )
     with EchoProcess("--config", str(file), "--enable-dev-endpoints") as server:
         yield server
@@ -192,6 +192,15 @@ def test_small_routes(client):
 @pytest.mark.parametrize("path", ["/load", "/server_info", "/flush_cache", "/reset_prefix_cache", "/abort_requests"])
 def test_operators_need_a_key_too(echo, path):
     assert httpx.request("GET" if path in ("/load", "/server_info") else "POST", f"{echo.url}{path}").status_code == 401
+
+
+def test_a_proxys_prefix_opens_nothing(echo):
+    """The server runs with --root-path: routes are guarded, and refuse in their protocol's form, as without."""
+    assert httpx.post(f"{echo.url}/v1/chat/completions", json={}).status_code == 401
+    response = httpx.post(f"{echo.url}/v1/messages", json={})
+    assert response.status_code == 401 and response.json()["type"] == "error"
+    response = httpx.post(f"{echo.url}/v1/messages", json={}, headers={"X-Api-Key": "k"})
+    assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_operators_routes_are_closed_to_the_world():
