@@ -165,7 +165,7 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
         host=given.host,
         port=given.port,
         uds=given.uds,
-        root_path=given.root_path,
+        root_path=given.root_path.rstrip("/"),
         keyfile=given.ssl_keyfile,
         certfile=given.ssl_certfile,
         shutdown_timeout=given.shutdown_timeout,
@@ -222,6 +222,8 @@ def _check(given: argparse.Namespace, num_drafts: int) -> None:
     hash_named(given.prefix_caching_hash_algo)  # its package must be there
     if not 0 < given.gpu_memory_utilization <= 1:
         raise ConfigError(f"--gpu-memory-utilization must be above 0 and at most 1; got {given.gpu_memory_utilization}")
+    if given.root_path and not given.root_path.startswith("/"):
+        raise ConfigError(f"--root-path must begin with /; got {given.root_path[:200]!r}")
     if not 0 <= given.port < 65536:
         raise ConfigError(f"--port must be between 0 and 65535; got {given.port}")
     if given.max_logprobs < -1:

@@ -38,6 +38,8 @@ _ANTHROPIC_TYPES = {
 # Routes of the same API that a text model does not have.
 _OTHER_MODELS = ("/v1/embeddings", "/v1/audio", "/v1/images", "/pooling", "/score")
 
+_STORED = "/v1/responses/"
+
 log = logging.getLogger("dcpjax.server")
 
 
@@ -106,8 +108,11 @@ def install(app: fastapi.FastAPI) -> None:
     async def http_error(request: Request, error: starlette.exceptions.HTTPException) -> Response:
         path = route_path(request.scope)
         if error.status_code == 404:
-            other = path.startswith(_OTHER_MODELS)
-            words = "is not supported by this model" if other else "does not exist"
+            words = "does not exist"
+            if path.startswith(_OTHER_MODELS):
+                words = "is not supported by this model"
+            elif path.startswith(_STORED):
+                words += ": this server stores no responses, and one that runs ends with its connection"
             return ApiError(404, f"{request.method} {path[:200]} {words}").response(path)
         if error.status_code == 405:
             allowed = dict(error.headers or {})

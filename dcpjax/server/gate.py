@@ -12,19 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dcpjax.server.errors import ApiError, route_path
 from dcpjax.server.service import Service
 
-_GUARDED = (
-    "/v1",
-    "/tokenize",
-    "/detokenize",
-    "/load",
-    "/reset_prefix_cache",
-    "/flush_cache",
-    "/server_info",
-    "/abort_requests",
-    "/start_profile",
-    "/stop_profile",
-    "/live",
-)
+# Routes that need neither a key nor a model. All others do, whatever they are: what is forgotten here is shut.
+_OPEN = frozenset({"/", "/health", "/ready", "/ping", "/metrics", "/version", "/openapi.json"})
 
 
 class Gate:
@@ -56,7 +45,7 @@ class Gate:
         if service.options.request_id_headers:
             send = _with_id(scope["request_id"], send)
         path = route_path(scope)
-        if path.startswith(_GUARDED) and scope["method"] != "OPTIONS":
+        if path not in _OPEN and scope["method"] != "OPTIONS":
             try:
                 self._check_key(headers)
                 service.admit(scope["method"])

@@ -107,6 +107,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("400 names the field", "errors::test_fields_out_of_range"),
         Row("too long for the context", "errors::test_the_context_message_has_all_numbers"),
         Row("401", "lifetime::test_keys_limits_and_defaults"),
+        Row("a key for all but a few routes", "limits::test_all_but_a_few_routes_need_a_key"),
+        Row("`--root-path`", "limits::test_a_proxys_prefix_opens_nothing"),
         Row("413, whatever the header says", "lifetime::test_keys_limits_and_defaults"),
         Row("429", "limits::test_a_full_queue_refuses"),
         Row("503 while draining", "lifetime::test_a_signal_drains_and_ends_with_0"),

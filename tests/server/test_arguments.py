@@ -117,6 +117,7 @@ def test_dotted_json_is_laid_over_the_whole():
         (["--speculative-config.adaptive", "1"], "adaptive must be true or false, got 1"),
         (["--speculative-config.method"], "needs a value"),
         (["--gpu-memory-utilization", "90"], "above 0 and at most 1; got 90"),
+        (["--root-path", "api"], "--root-path must begin with /; got 'api'"),
         (["--port", "70000"], "between 0 and 65535"),
         (["--max-logprobs", "-2"], "at least -1"),
         (["--shutdown-timeout", "nan"], "at least 0"),

@@ -161,7 +161,8 @@ def test_routes_and_methods_that_do_not_exist(client):
     check(client.get("/v1/nothing"), 404, "NotFoundError")
     stored = {"input": "x", "previous_response_id": "resp_1"}
     check(client.post("/v1/responses", json=stored), 404, "NotFoundError", "previous_response_id")
-    check(client.get("/v1/responses/resp_1"), 404, "NotFoundError")
+    for response in (client.get("/v1/responses/resp_1"), client.post("/v1/responses/resp_1/cancel")):
+        assert "this server stores no responses" in check(response, 404, "NotFoundError")
     assert "not supported by this model" in check(client.post("/v1/embeddings", json={}), 404, "NotFoundError")
     response = client.get(CHAT)
     check(response, 405, "MethodNotAllowedError")

@@ -132,7 +132,7 @@ def echo(tmp_path_factory):
     file.write_text(
         "engine: echo\nserved-model-name: [one, two]\nallowed-origins: ['https://a.example']\nallow_credentials: true\n"
         "enable-request-id-headers: true\nmax-model-len: 1k\nreasoning-field: both\nenable-force-include-usage: true\n"
-        "enable-prompt-tokens-details: false\napi-key: [k, other]\nport: 1\nroot-path: /behind\n"
+        "enable-prompt-tokens-details: false\napi-key: [k, other]\nport: 1\nroot-path: /behind/\n"
     )
     with EchoProcess("--config", str(file), "--enable-dev-endpoints") as server:
         yield server
@@ -189,9 +189,16 @@ def test_small_routes(client):
     assert info["system_fingerprint"].startswith("dcpjax-") and info["description"]
 
 
-@pytest.mark.parametrize("path", ["/load", "/server_info", "/flush_cache", "/reset_prefix_cache", "/abort_requests"])
-def test_operators_need_a_key_too(echo, path):
-    assert httpx.request("GET" if path in ("/load", "/server_info") else "POST", f"{echo.url}{path}").status_code == 401
+def test_all_but_a_few_routes_need_a_key(echo):
+    for path in (
+        "/v1/models", "/v1/chat/completions", "/tokenize", "/load", "/server_info", "/flush_cache", "/reset_prefix_cache",
+        "/abort_requests", "/start_profile", "/stop_profile", "/live", "/docs", "/nothing",
+    ):  # fmt: skip
+        for method in ("GET", "POST"):
+            response = httpx.request(method, f"{echo.url}{path}")
+            assert response.status_code == 401 and response.json()["error"]["type"] == "AuthenticationError", path
+    for path in ("/", "/health", "/ready", "/ping", "/metrics", "/version", "/openapi.json"):
+        assert httpx.get(f"{echo.url}{path}").status_code == 200, path
 
 
 def test_a_proxys_prefix_opens_nothing(echo):
