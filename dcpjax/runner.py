@@ -306,6 +306,12 @@ class Runner:
         args, static = self._arguments(StepPlan(rows=(), epoch=0), shape)
         self._step.lower(*args, **static).compile()
 
+    def _run_padding(self, shape: StepShape) -> None:
+        output = self._run(StepPlan(rows=(), epoch=0), shape)
+        size = self.net.cfg.vocab_size
+        self._logprobs(output.logits, output.tokens.reshape(-1), size, min(FEW_LOGPROBS, size))
+        jax.block_until_ready(output)
+
     def _arguments(self, plan: StepPlan, shape: StepShape) -> tuple[tuple, dict[str, Any]]:
         packed = steps.pack(plan, shape, self.limits.max_num_seqs, self.eos_ids)
         args = (self.params, self.cache, self.draft_cache, self.state, packed, self._allowed(plan, shape))
@@ -355,25 +361,21 @@ class Runner:
         self.state = self._seed_vocab(self.state, np.int32(row), counts, seen, bias)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compiles every shape, several at a time, and the side programs; then runs each with nothing but padding.
+        """Compiles every shape, several at a time, and the side programs, and runs each with nothing but padding.
 
-        `progress` hears how many shapes are compiled, and of how many.
+        `progress` hears how many shapes are done, and of how many.
         """
         shapes = self.buckets.shapes
         progress(0, len(shapes))
         workers = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
         try:
-            compiled = [workers.submit(self._compile, shape) for shape in shapes]
-            for done, program in enumerate(concurrent.futures.as_completed(compiled), 1):
+            compiling = {workers.submit(self._compile, shape): shape for shape in shapes}
+            for done, program in enumerate(concurrent.futures.as_completed(compiling), 1):
                 program.result()
+                self._run_padding(compiling[program])  # while others are traced: that is Python, this is not
                 progress(done, len(shapes))
         finally:
             workers.shutdown(cancel_futures=True)
-        for shape in shapes:
-            output = self._run(StepPlan(rows=(), epoch=0), shape)
-            size = self.net.cfg.vocab_size
-            self._logprobs(output.logits, output.tokens.reshape(-1), size, min(FEW_LOGPROBS, size))
-            jax.block_until_ready(output)
         if self._zero_pages is not None:
             self._zero((self.num_pages,))
         zero = np.zeros(self.net.plan.pad(self.net.cfg.vocab_size), np.int32)
