@@ -54,6 +54,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     kernels: str | dict[str, Any] | None = "auto"
+    load_format: str = "auto"
 
     @classmethod
     def read(cls, arguments: Mapping[str, Any]) -> "EngineConfig":
@@ -75,6 +76,8 @@ class EngineConfig:
                 "gpu_memory_utilization is the share of a device's memory for weights and cache, above 0 and at most 1, "
                 f"got {self.gpu_memory_utilization!r}"
             )
+        if self.load_format not in _LOAD_FORMATS:
+            raise ConfigError(f"load_format must be one of {', '.join(_LOAD_FORMATS)}, got {self.load_format!r:.100}")
 
 
 # Names of the user's options where ours are shorter.
@@ -84,6 +87,7 @@ _NAMES = {
     "expert_parallel": "enable_expert_parallel",
     "backend": "dcp_comm_backend",
 }
+_LOAD_FORMATS = ("auto", "safetensors", "dummy")
 # Sizes that other checks divide by.
 _AT_LEAST_ONE = ("tensor_parallel_size", "decode_context_parallel_size", "interleave", "block_size")
 
@@ -229,9 +233,13 @@ def build_runner(
 ) -> Runner:
     """Checks everything, then loads the weights and makes the pools. Raises `ConfigError` or `CheckpointError`.
 
-    `progress(done, total)` is called with bytes of weights while they load.
+    `progress(done, total)` is called with bytes of weights while they load. Of a dummy only config.json is read: its
+    weights are random and plain, whatever formats it announces.
     """
     cfg = read_config(folder, overrides)
+    if config.load_format == "dummy":
+        ready = resolve(cfg, config)
+        return make_runner(ready, weights.dummy(cfg, ready.net.plan, ready.dtype))
     # Opened when their sizes are asked for: whatever can be refused without weights comes first.
     checkpoint = functools.cache(lambda: Checkpoint.open(folder, cfg))
     ready = resolve(cfg, config, lambda *where: checkpoint().form(*where))

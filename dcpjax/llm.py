@@ -70,7 +70,7 @@ class LLM:
     CPU, else 128). max_num_batched_tokens: tokens of a step (512 on CPU, else 2048). dtype: "auto" is float32 on CPU,
     else bfloat16. kv_cache_dtype: "auto" is the same, "fp8" packs rows in 8 bits. kv_cache_memory_bytes: of the cache
     over all devices. gpu_memory_utilization: share of an accelerator's memory for weights and cache; without effect on
-    CPU. kernels: "auto" (None) is what measured best on the platform, "xla" none, or implementations by name, see
+    CPU. load_format: "auto", or "dummy": random plain weights by config.json. kernels: "auto" (None) is what measured best on the platform, "xla" none, or implementations by name, see
     `Kernels`. enable_prefix_caching: whether whole pages of tokens that were computed before are reused.
     prefix_caching_hash_algo: "sha256" or "xxhash", see `hash_named`. speculative_config: None, or {"method": "mtp",
     "num_speculative_tokens": k (1), "draft_kv": "sharded" or "replicated", "acceptance": "coupled" (the text is the one
@@ -103,6 +103,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         gpu_memory_utilization: float = 0.9,
         kernels: str | dict[str, Any] | None = "auto",
+        load_format: str = "auto",
         enable_prefix_caching: bool = True,
         prefix_caching_hash_algo: str = "sha256",
         speculative_config: dict[str, Any] | None = None,
@@ -138,6 +139,7 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             gpu_memory_utilization=gpu_memory_utilization,
             kernels=kernels,
+            load_format=load_format,
         )
         self.tokenizer = _load_tokenizer(folder, tokenizer, chat_template)
         _check_vocabulary(self.tokenizer, read_config(folder, hf_overrides))

@@ -85,6 +85,9 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
     for name in WITHOUT_MEANING:
         if getattr(given, name[2:].replace("-", "_")) is not None:
             warnings.append(f"{name} has no effect here")
+    if given.load_format not in ("auto", "safetensors", "dummy"):
+        warnings.append(f"--load-format {given.load_format:.100} has no effect here: safetensors are read")
+        given.load_format = "auto"
     speculative = _speculative(given)
     if speculative is not None and draft_kv is not None:
         speculative = {"draft_kv": draft_kv, **speculative}
@@ -95,7 +98,7 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
             f"pin: the acceptance length is forced to {pin:g}, for benchmarks only: texts are not the model's"
         )
     llm = {
-        "model": given.model or given.positional_model,
+        "model": _model(given),
         "tokenizer": given.tokenizer,
         "chat_template": None if given.chat_template is None else _template(given.chat_template),
         "tensor_parallel_size": given.tensor_parallel_size,
@@ -114,6 +117,7 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
         "kv_cache_dtype": "fp8" if given.kv_cache_dtype == "fp8_e4m3" else given.kv_cache_dtype,
         "kv_cache_memory_bytes": given.kv_cache_memory_bytes,
         "kernels": given.kernels or "auto",
+        "load_format": given.load_format,
         "gpu_memory_utilization": given.gpu_memory_utilization,
         "enable_prefix_caching": given.enable_prefix_caching,
         "prefix_caching_hash_algo": given.prefix_caching_hash_algo,
@@ -171,6 +175,18 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
         shutdown_timeout=given.shutdown_timeout,
     )
     return Settings(llm, options, listen, given.engine, tuple(warnings))
+
+
+def _model(given: argparse.Namespace) -> str | None:
+    """The folder or the Hub id, with its revision. Raises `ConfigError` for a revision of anything else."""
+    model = given.model or given.positional_model
+    if given.revision is None:
+        return model
+    if model is None or "@" in model or pathlib.Path(model).exists():
+        raise ConfigError(
+            f"--revision {given.revision[:100]!r} is for a Hub id owner/name without @; the model is {model!r}"
+        )
+    return f"{model}@{given.revision}"
 
 
 def _speculative(given: argparse.Namespace) -> dict[str, Any] | None:

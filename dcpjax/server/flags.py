@@ -17,8 +17,6 @@ WITHOUT_MEANING = {
     "--async-scheduling": False,
     "--moe-backend": True,
     "--attention-backend": True,
-    "--load-format": True,
-    "--revision": True,
     "--distributed-executor-backend": True,
     "--swap-space": True,
     "--uvicorn-log-level": True,
@@ -74,6 +72,8 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     add("--served-model-name", nargs="+", metavar="NAME", help="names in the API, the first is echoed")
     add("--engine", choices=("jax", "echo"), default="jax", help="echo: no network, to measure the server alone")
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto: float32 on CPU")
+    add("--revision", metavar="NAME", help="branch, tag or commit of a Hub id")
+    add("--load-format", metavar="auto|dummy", default="auto", help="dummy: random weights, from config.json alone")
     add("--hf-overrides", type=json_object, metavar="JSON", default={}, help="laid over config.json")
     add("--max-model-len", type=length, metavar="N|64k|1M|auto", help="tokens of prompt and answer together")
     add("--seed", type=int, default=0, help="of requests that bring none")

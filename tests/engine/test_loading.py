@@ -3,11 +3,18 @@
 import io
 import logging
 
+import jax
+import numpy as np
 import pytest
 
-from dcpjax import hub
+from dcpjax import build, hub
 from dcpjax.errors import ConfigError
+from dcpjax.mesh import make_plan
 from dcpjax.progress import loading
+from models.config import from_hf
+from models.params import init, pad_to
+from models.saving import write_json
+from tests.engine.small import RAW
 
 
 class Clock:
@@ -71,3 +78,21 @@ def test_a_hub_that_does_not_answer():
 
     with pytest.raises(ConfigError, match=r"and the Hub does not give it: 401 Client Error\. Give a folder"):
         hub.find("owner/name", fetch)
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def test_a_dummy_needs_a_configuration_and_no_weights(tmp_path):
+    """Of the shapes, dtypes and places that a plain checkpoint has on these devices, with its padding."""
+    write_json(tmp_path / "config.json", {**RAW, "quantization_config": FP8})
+    config = build.EngineConfig(decode_context_parallel_size=2, block_size=4, max_num_seqs=2, load_format="dummy")
+    found = build.build_runner(tmp_path, config).params
+    drawn = pad_to(init(from_hf(RAW), jax.random.key(0)), from_hf(RAW), make_plan(2, 2))
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(drawn), strict=True):
+        assert (got.shape, got.dtype, got.sharding) == (want.shape, want.dtype, want.sharding)
+        got, want = np.asarray(got), np.asarray(want)
+        assert np.array_equal(got[want == 0], want[want == 0]), "padding and biases"
+        assert abs(got.std() - want.std()) <= 0.15 * want.std() and abs(got.mean() - want.mean()) < 0.15
+    with pytest.raises(ConfigError, match="load_format must be one of auto, safetensors, dummy, got 'pt'"):
+        build.EngineConfig(load_format="pt")

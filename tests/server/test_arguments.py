@@ -117,6 +117,8 @@ def test_dotted_json_is_laid_over_the_whole():
         (["--speculative-config.adaptive", "1"], "adaptive must be true or false, got 1"),
         (["--speculative-config.method"], "needs a value"),
         (["--gpu-memory-utilization", "90"], "above 0 and at most 1; got 90"),
+        (["--revision", "main"], "is for a Hub id owner/name without @; the model is None"),
+        (["a/b@c", "--revision", "main"], "is for a Hub id owner/name without @"),
         (["--root-path", "api"], "--root-path must begin with /; got 'api'"),
         (["--port", "70000"], "between 0 and 65535"),
         (["--max-logprobs", "-2"], "at least -1"),
@@ -135,6 +137,10 @@ def test_flags_without_meaning_are_accepted_with_a_warning_each():
     assert sorted(line.split()[0] for line in settings.warnings) == [
         "--enforce-eager", "--moe-backend", "--swap-space", "--trust-remote-code"
     ]  # fmt: skip
+    settings = parse(["a/b", "--revision", "v1", "--load-format", "runai_streamer"])
+    assert settings.llm["model"] == "a/b@v1" and settings.llm["load_format"] == "auto"
+    assert settings.warnings == ("--load-format runai_streamer has no effect here: safetensors are read",)
+    assert parse(["--load-format=dummy"]).llm["load_format"] == "dummy"
     old = parse(["--dcp-kv-cache-interleave-size", "8"])
     assert old.llm["cp_kv_cache_interleave_size"] == 8 and "deprecated" in old.warnings[0]
 
