@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import doctest
 import json
 import pathlib
 import re
@@ -37,6 +38,14 @@ def test_architecture_names_every_module():
     ]
     missing = [module for module in modules if f"`{module}`" not in text]
     assert not missing, f"docs/architecture.md has no line for {missing}"
+
+
+def test_examples_in_documents_run():
+    told = [page for page in PAGES if ">>> " in page.read_text()]
+    assert ROOT / "docs/architecture.md" in told
+    for page in told:
+        result = doctest.testfile(str(page), module_relative=False, encoding="utf-8")
+        assert result.attempted > 0 and result.failed == 0
 
 
 def commands(text: str, module: str) -> list[list[str]]:
