@@ -15,7 +15,11 @@ CPU_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class CacheShape:
-    """Pools of one model on one mesh: how many layers of which record, and over how many ranks each is dealt out."""
+    """Pools of one model on one mesh: how many layers of which record, and over how many ranks each is dealt out.
+
+    kind: "float32", "bfloat16" or "fp8". num_layers, num_index: of latent rows and of index keys, the draft's not
+    counted. index_shards, draft_shards: over how many ranks they lie, 1 or `ranks`, the dcp size.
+    """
 
     kind: str
     num_layers: int

@@ -33,7 +33,8 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """Bytes are those of one device. room: what the caches may take. refusal: why it does not fit, or None.
+    """Bytes are those of one device. groups: of weights, by what they are for. room: what the caches may take. chosen,
+    layouts: the layout asked for, and all there are. refusal: why it does not fit, or None; changes: what would.
 
     kv_tokens: what the engine would hold. floors: by requests in a step, each of `context` tokens.
     """

@@ -33,7 +33,7 @@ SCORED_AT_ONCE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one step may hold; what the scheduler plans with."""
+    """What one step may hold: requests, query tokens, tokens of a sequence; what the scheduler plans with."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

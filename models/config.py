@@ -16,7 +16,8 @@ from models.quantconfig import quantization_of
 
 @dataclasses.dataclass(frozen=True)
 class IndexerConfig:
-    """The DSA indexer of a full layer: `num_heads` queries of `head_dim`, `topk` positions kept."""
+    """The DSA indexer of a full layer: `num_heads` queries of `head_dim` values, `topk` positions kept. norm_eps: of
+    its keys' LayerNorm. Source: DeepSeek-V3.2."""
 
     num_heads: int
     head_dim: int
@@ -26,7 +27,11 @@ class IndexerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MoeConfig:
-    """Routed experts of `width`; `shared_width` is the width of all shared experts together."""
+    """Routed experts of `width`; `shared_width` is the width of all shared experts together.
+
+    experts_per_token: chosen, from the `groups_per_token` best of `num_groups`. norm_topk: whether their weights are
+    made to sum to 1. scale: of the weights, after that. Source: DeepSeek-V3 (section 2.1.2).
+    """
 
     num_experts: int
     experts_per_token: int
@@ -40,7 +45,7 @@ class MoeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """A layer with its own indexer is `full`; one that reuses the selection before it is not."""
+    """A layer with its own indexer is `full`; one that reuses the selection before it is not. sparse: has experts."""
 
     full: bool
     sparse: bool
@@ -48,7 +53,14 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of one checkpoint. Frozen and hashable: a static argument of every jitted function."""
+    """Architecture of one checkpoint. Frozen and hashable: a static argument of every jitted function.
+
+    q_rank, kv_rank: values of the low-rank query and of the latent. nope_dim, rope_dim, v_dim: values of a head's query
+    and key that are not rotated, that are, and of its value. dense_width: of a dense layer's SwiGLU. norm_eps, latent_norm_eps:
+    of the layers' norms and of the two latent ones. max_position: tokens of the longest sequence. indexer, moe: of all
+    layers that have them. has_mtp: whether there is a draft layer. share_selection: whether its later iterations keep
+    the first one's selection.
+    """
 
     vocab_size: int
     hidden_size: int
