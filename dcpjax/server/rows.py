@@ -34,6 +34,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("`POST /detokenize`", "routes::test_tokenize_and_back"),
         Row("`POST /reset_prefix_cache`, `/flush_cache`, while requests run too", "prefix::test_reset_forgets"),
         Row("`POST /v1/messages`", "clients::test_anthropic_messages"),
+        Row("adaptive and redacted thinking, `x-api-key`", "flags::test_what_anthropics_agents_send"),
         Row("`POST /v1/messages/count_tokens`", "clients::test_anthropic_counts_what_it_takes"),
         Row("`POST /abort_requests`", "limits::test_requests_can_be_aborted_by_their_ids"),
         Row("`POST /start_profile`, `/stop_profile`", "tiny::test_a_profile_while_a_request_runs"),
@@ -82,7 +83,11 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("`return_tokens_as_token_ids`", "structure::test_tokens_by_id"),
         Row("`truncate_prompt_tokens`", "completions::test_truncated_prompts_keep_their_end"),
         Row("`request_id`, `X-Request-Id`", "completions::test_ids_carry_the_clients_own_suffix"),
-        Row("`null` and unknown fields", "chat::test_null_and_unknown_fields_do_not_count"),
+        Row("no `seed`: another one each time", "tiny::test_without_a_seed_no_two_answers_are_alike"),
+        Row(
+            "`null`, unknown fields, `user`, `store`, `prompt_cache_key`, …",
+            "chat::test_null_and_unknown_fields_do_not_count",
+        ),
         Row("`use_beam_search`, `audio`, `functions`, …: 400", "errors::test_chat_bodies"),
     ),
     "Streams": (
@@ -99,6 +104,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "control tokens typed into messages are text",
             "limits::test_control_tokens_in_messages_are_text_unless_allowed",
         ),
+        Row("`--chat-template`, `--max-logprobs`", "flags::test_another_template_and_no_limit_of_log_probabilities"),
+        Row("`--no-enable-auto-tool-choice`", "flags::test_calls_that_nothing_forced_can_stay_text"),
         Row("`glm45`, `glm47` off", "limits::test_parsers_can_be_switched_off"),
         Row("`--reasoning-field`", "limits::test_names_of_the_thinking_and_usage_as_flags_say"),
         Row("a grammar begins behind the thinking", "structure::test_thinking_is_free_and_its_end_begins_the_grammar"),
@@ -130,6 +137,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
     ),
     "Prefix cache and metrics": (
         Row("`cached_tokens` is what was not computed", "prefix::test_br_16_what_is_reported_is_what_was_not_computed"),
+        Row("later turns find earlier ones", "flags::test_a_turn_is_found_again_if_its_thinking_is_kept"),
         Row("vLLM's metrics", "routes::test_metrics_of_the_dashboards_are_all_there"),
         Row("time of grammars' masks", "structure::test_masks_are_timed"),
         Row(

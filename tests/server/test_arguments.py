@@ -119,6 +119,7 @@ def test_dotted_json_is_laid_over_the_whole():
         (["--gpu-memory-utilization", "90"], "above 0 and at most 1; got 90"),
         (["--revision", "main"], "is for a Hub id owner/name without @; the model is None"),
         (["a/b@c", "--revision", "main"], "is for a Hub id owner/name without @"),
+        (["--structured-outputs-config.backend", "xgrammar"], "backend 'xgrammar' is not known; use llguidance"),
         (["--root-path", "api"], "--root-path must begin with /; got 'api'"),
         (["--port", "70000"], "between 0 and 65535"),
         (["--max-logprobs", "-2"], "at least -1"),

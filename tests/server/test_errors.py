@@ -87,6 +87,9 @@ def test_fields_out_of_range(client, field, value):
         ({"audio": {"voice": "x"}}, "audio"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"functions": [{"name": "f"}]}, "functions"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"guided_regex": "a", "structured_outputs": {"choice": ["a"]}}, "guided_regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
     ],
 )

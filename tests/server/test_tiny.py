@@ -134,6 +134,12 @@ def test_drafts_and_the_prefix_cache_are_at_work(client, server):
     assert client.chat.completions.create(**wish).usage.prompt_tokens_details.cached_tokens == 0
 
 
+def test_without_a_seed_no_two_answers_are_alike(client):
+    wish = {"model": "tiny", "messages": [{"role": "user", "content": "Tell me a story."}], "temperature": 1}
+    answers = [client.chat.completions.create(**wish, max_tokens=16).choices[0].message for _ in range(2)]
+    assert answers[0] != answers[1]
+
+
 def test_a_profile_while_a_request_runs(client, server, tmp_path):
     assert httpx.post(f"{server.url}/stop_profile").status_code == 400
     folder = pathlib.Path(httpx.post(f"{server.url}/start_profile", timeout=60).json()["folder"])
