@@ -156,17 +156,19 @@ def test_the_tokens_of_a_request_are_dealt_out_to_four_ranks(client, server):
     """Those of a prompt, while its answer is streamed; and every device holds weights and cache."""
     prompt = [500 + i % 97 for i in range(400)]
     with httpx.Client(base_url=server.url, timeout=60) as http:
-        body = {"prompt": prompt, "max_tokens": 64, "ignore_eos": True, "stream": True}
+        # So long that it runs while somebody looks; it ends with the connection.
+        body = {"prompt": prompt, "max_tokens": 3000, "ignore_eos": True, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as response:
-            next(response.iter_lines())
+            chunks = response.iter_lines()  # kept: without it the connection is closed
+            next(chunks)
             with httpx.Client(base_url=server.url, timeout=60) as other:
                 lines = other.get("/metrics").text.splitlines()
                 held, memory = (
                     [float(line.split()[-1]) for line in lines if line.startswith(f"dcpjax:{name}{{")]
                     for name in ("kv_tokens_per_rank", "device_memory_bytes")
                 )
-                assert len(held) == 4 and all(100 <= tokens <= 100 + 64 / 4 for tokens in held)
-                assert max(held) - min(held) <= 1 and len(memory) == 4 and min(memory) > 1e6
+                assert len(held) == 4 and min(held) >= 100 and max(held) - min(held) <= 1
+                assert len(memory) == 4 and min(memory) > 1e6
                 assert metric(other, "dcpjax:compiled_shapes") > 3 and metric(other, "dcpjax:compile_seconds_total") > 0
 
 
