@@ -166,7 +166,7 @@ class EngineCore:
         of one prompt one after the other, from 0 on: those of a prompt without a seed then share the one drawn for it.
         text: is shown every token of the text, and may end it at a stop string. cache_salt: pages are shared only with
         requests of the same one. no_store: its pages are not for others. grammar: of this choice alone. priority: the
-        smaller, the earlier it runs, and the later it is pre-empted.
+        smaller, the earlier.
         """
         prompt = list(map(int, prompt))
         if not 0 <= choice < params.n:
@@ -246,8 +246,7 @@ class EngineCore:
     def reset_prefix_cache(self, running: bool = False) -> bool:
         """Forgets all cached content: no prompt takes over a row written before. Running requests go on with their own.
 
-        running: send running requests back to the queue first; they will compute their tokens anew, as they must after a
-        change of weights. Returns whether no page is used now.
+        running: they go back to the queue, as after a change of weights. Returns whether no page is used now.
         """
         if self._inflight is not None and (running or not self.scheduler.running):
             # Pages are used as long as a step that may write them is in flight.
