@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from dcpjax import capacity
 from dcpjax.attention import AttentionOptions
+from dcpjax.buckets import Limits
 from dcpjax.cache import PagedCache, Pool, make_pool
 from dcpjax.capacity import CacheShape
 from dcpjax.collectives import check_backend
@@ -20,7 +21,7 @@ from dcpjax.kernels import Kernels
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import MeshPlan, make_plan
 from dcpjax.pallas_kernels.experts import MOST_TOKENS
-from dcpjax.runner import Limits, Runner
+from dcpjax.runner import Runner
 from dcpjax.spec import Speculation
 from models import weights
 from models.checkpoint import Checkpoint

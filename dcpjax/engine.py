@@ -5,7 +5,6 @@ behind the device's. The plain loop makes the same calls in the other order and 
 started here, and none but one may call in.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
@@ -16,9 +15,10 @@ from dcpjax.host.hits import PrefixStats
 from dcpjax.host.keys import Hash, sha256
 from dcpjax.host.plan import StepPlan, StepResult
 from dcpjax.host.prefix import PrefixCache
+from dcpjax.host.report import EngineStats
 from dcpjax.host.request import FinishReason, Grammar, Request, SamplingParams, Text, Times
 from dcpjax.host.seeds import draw, fold
-from dcpjax.host.speculation import Acceptance, AdaptiveDrafts, acceptance
+from dcpjax.host.speculation import AdaptiveDrafts, acceptance
 from dcpjax.scheduler import Scheduler
 
 
@@ -55,32 +55,6 @@ class Delta(NamedTuple):
     request: Request
     token_ids: list[int]
     finished: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineStats:
-    """Counters since the start, and the state now.
-
-    running, waiting: requests now. page_usage: used pages over all, 0…1. steps: dispatched. step_prompt_tokens,
-    step_decode_tokens: query tokens of the newest step, drafts included. preemptions, prompt_tokens (once per request,
-    when its first chunk is scheduled), generated_tokens: sums. finished: requests by reason. acceptance: drafts of all
-    decode rows. prefix: what the prefix cache saved. seconds: sums of host time by part of a step: "plan", "dispatch",
-    "wait" for the device, "absorb".
-    """
-
-    running: int
-    waiting: int
-    page_usage: float
-    steps: int
-    step_prompt_tokens: int
-    step_decode_tokens: int
-    preemptions: int
-    prompt_tokens: int
-    generated_tokens: int
-    finished: dict[FinishReason, int]
-    acceptance: Acceptance
-    prefix: PrefixStats
-    seconds: dict[str, float]
 
 
 class EngineCore:

@@ -9,11 +9,12 @@ import numpy as np
 
 from dcpjax import build, capacity, liveness
 from dcpjax import step as steps
+from dcpjax.buckets import Buckets
 from dcpjax.build import Resolved
 from dcpjax.cache import PagedCache, Pool, Record, pool_spec
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import MeshPlan, abstract_plan
-from dcpjax.runner import Buckets, jit_step
+from dcpjax.runner import jit_step
 from dcpjax.step import StepShape
 from models.config import ModelConfig
 from models.params import Params

@@ -22,6 +22,7 @@ FLOORS = {
     3: ("dcpjax.attention", "dcpjax.moe"),
     4: ("models",),
     5: (
+        "dcpjax.buckets",
         "dcpjax.build",
         "dcpjax.capacity",
         "dcpjax.explanation",

@@ -1,9 +1,37 @@
-"""What operators are told of a running engine: the line it writes now and then, and the state of its devices."""
+"""What operators are told of a running engine: its counters, the line it writes now and then, the state of its devices."""
 
 import dataclasses
 from collections.abc import Mapping
 
+from dcpjax.host.hits import PrefixStats
+from dcpjax.host.request import FinishReason
 from dcpjax.host.speculation import Acceptance
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStats:
+    """Counters since the start, and the state now.
+
+    running, waiting: requests now. page_usage: used pages over all, 0…1. steps: dispatched. step_prompt_tokens,
+    step_decode_tokens: query tokens of the newest step, drafts included. preemptions, prompt_tokens (once per request,
+    when its first chunk is scheduled), generated_tokens: sums. finished: requests by reason. acceptance: drafts of all
+    decode rows. prefix: what the prefix cache saved. seconds: sums of host time by part of a step: "plan", "dispatch",
+    "wait" for the device, "absorb".
+    """
+
+    running: int
+    waiting: int
+    page_usage: float
+    steps: int
+    step_prompt_tokens: int
+    step_decode_tokens: int
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+    finished: dict[FinishReason, int]
+    acceptance: Acceptance
+    prefix: PrefixStats
+    seconds: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)

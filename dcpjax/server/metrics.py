@@ -9,8 +9,8 @@ import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dcpjax.engine import EngineStats
 from dcpjax.host.hits import HitCounts
+from dcpjax.host.report import EngineStats
 from dcpjax.host.request import Request
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -5,8 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from dcpjax.engine import EngineStats
-from dcpjax.host.report import Moment, report
+from dcpjax.host.report import EngineStats, Moment, report
 from dcpjax.host.speculation import AcceptanceAlarm
 
 # Of which timings are kept.

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcpjax.attention import AttentionOptions
+from dcpjax.buckets import Limits
 from dcpjax.cache import PagedCache, Record, make_pool
-from dcpjax.runner import Limits, Runner
+from dcpjax.runner import Runner
 from models.config import ModelConfig, from_hf
 from models.glm_moe_dsa import Network
 from models.params import Params, Weight, declare, map_weights, pad_to

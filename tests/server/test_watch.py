@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from dcpjax.engine import EngineStats
 from dcpjax.host.hits import HitCounts, PrefixStats
+from dcpjax.host.report import EngineStats
 from dcpjax.host.speculation import Acceptance
 from dcpjax.server.watch import Watch
 
