@@ -74,7 +74,7 @@ class EngineConfig:
                 raise ConfigError(f"{_NAMES.get(field.name, field.name)} must be true or false, got {value!r}")
         if not isinstance(self.gpu_memory_utilization, numbers.Real) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                "gpu_memory_utilization is the share of a device's memory for weights and cache, above 0 and at most 1, "
+                "gpu_memory_utilization is the share of what JAX takes of a device, for weights and cache, above 0 and at most 1, "
                 f"got {self.gpu_memory_utilization!r}"
             )
         if self.load_format not in _LOAD_FORMATS:

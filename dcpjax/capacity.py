@@ -78,8 +78,8 @@ def num_pages(shape: CacheShape, page_tokens: int, most_tokens: int, per_device:
 def cache_bytes(plan: MeshPlan, total: int | None, taken: int, share: float, device_bytes: int | None = None) -> float:
     """Bytes that the cache may take on a device: of `total` over all devices, its part.
 
-    None: 1 GiB over all devices on CPU, elsewhere `share` of a device's memory less the `taken` bytes of its weights; the
-    rest is for activations and what the compiler needs. `device_bytes`: memory of a device (default: as it says itself).
+    None: 1 GiB over all devices on CPU, elsewhere `share` of what JAX takes of a device, less the `taken` bytes of its
+    weights; the rest is for activations and what the compiler needs. `device_bytes`: what JAX takes (default: as it says).
     """
     if total is not None:
         return total / plan.num_devices

@@ -15,7 +15,7 @@ def describe(runner: Runner, prefix_caching: bool = True) -> list[str]:
     return [
         "devices: " + ", ".join(str(device) for device in plan.mesh.devices.flat),
         (
-            f"mesh: tp {plan.tp} × dcp {plan.dcp}; weights {weights / 1e6:,.1f} MB a device, "
+            f"mesh: {plan.tp} × {plan.dcp} (groups × dcp ranks); weights {weights / 1e6:,.1f} MB a device, "
             f"{'whole experts on a device each' if plan.expert_parallel else 'a part of each expert on every device'}"
         ),
         (

@@ -130,7 +130,7 @@ def _pool(name: str, num_layers: int, nbytes: int, like: CacheLayout, shards: in
 
 
 def _lines(found: Explanation) -> Iterator[str]:
-    yield f"Mesh: {found.tp * found.dcp} devices, tp {found.tp} × dcp {found.dcp}. A page is {found.page_tokens} tokens; ranks take"
+    yield f"Mesh: {found.tp * found.dcp} devices, tp {found.tp} × dcp {found.dcp} (groups × ranks). A page is {found.page_tokens} tokens; ranks take"
     yield f"turns of {found.interleave}. One page id names the same page in every pool and on every rank."
     for names, pool in found.alike:
         yield ""

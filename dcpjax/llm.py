@@ -69,9 +69,9 @@ class LLM:
     max_model_len: default the smaller of the model's positions and the pool. max_num_seqs: requests at a time (16 on
     CPU, else 128). max_num_batched_tokens: tokens of a step (512 on CPU, else 2048). dtype: "auto" is float32 on CPU,
     else bfloat16. kv_cache_dtype: "auto" is the same, "fp8" packs rows in 8 bits. kv_cache_memory_bytes: of the cache
-    over all devices. gpu_memory_utilization: share of an accelerator's memory for weights and cache; without effect on
-    CPU. load_format: "auto", or "dummy": random plain weights by config.json. kernels: "auto" (None) is what measured best on the platform, "xla" none, or implementations by name, see
-    `Kernels`. enable_prefix_caching: whether whole pages of tokens that were computed before are reused.
+    over all devices. gpu_memory_utilization: share of what JAX takes of an accelerator, for weights and cache; without
+    effect on CPU. load_format: "auto", or "dummy": random plain weights by config.json. kernels: "auto" (None) is what
+    measured best on the platform, "xla" none, or implementations by name, see `Kernels`. enable_prefix_caching: whether whole pages of tokens that were computed before are reused.
     prefix_caching_hash_algo: "sha256" or "xxhash", see `hash_named`. speculative_config: None, or {"method": "mtp",
     "num_speculative_tokens": k (1), "draft_kv": "sharded" or "replicated", "acceptance": "coupled" (the text is the one
     without drafts) or "rejection" (the same distribution), "pin": None or a mean acceptance length to force in

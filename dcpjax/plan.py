@@ -27,6 +27,10 @@ from models.quantconfig import quantization_of
 # Published checkpoints by name, with their quantisation.
 PUBLISHED = {"glm-5.2": None, "glm-5.2-fp8": "fp8", "glm-5.2-nvfp4": "nvfp4"}
 LENGTHS = {"128k": 1 << 17, "1M": 1 << 20}
+# An H200 has 141 GB, of which an operator gives JAX nearly all.
+_MEMORY = (
+    "what JAX takes of one device (default: 134GB, an H200's with XLA_CLIENT_MEM_FRACTION=0.95; unset, it is 0.75)"
+)
 _UNITS = {
     "": 1,
     "K": 10**3,
@@ -80,7 +84,7 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--gpu-memory", type=_large, default=_large("141GB"), metavar="141GB|80GiB", help="of one device")
+    add("--gpu-memory", type=_large, default=_large("134GB"), metavar="134GB|80GiB", help=_MEMORY)
     add("--memory-bandwidth", type=_large, default=Chip.bandwidth, metavar="4.8TB", help="a second, of one device")
     add("--context", type=_context, metavar="128k|1M|8192", help="tokens of a request in the step floors")
     add("--compile", action="store_true", help="let the compiler of the devices here say what a step needs")

@@ -12,8 +12,8 @@ from collections import deque
 class HitCounts:
     """Sums over admissions, in tokens but for `requests`.
 
-    queries: known tokens. hits: those not computed. lost_last: matched but computed all the same, since the last token
-    always is. lost_rounding: in common with a cached page that differs further on.
+    queries: known tokens. hits: those taken over from the cache. lost_last: matched but not taken over, since the last
+    token is always computed. lost_rounding: in common with a cached page that differs further on.
     """
 
     requests: int = 0

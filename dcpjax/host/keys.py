@@ -45,7 +45,7 @@ def hash_named(name: str) -> Hash:
         import xxhash
     except ImportError:
         raise ConfigError(
-            "prefix_caching_hash_algo 'xxhash' needs the package xxhash: install dcpjax[xxhash], or use 'sha256'"
+            "prefix_caching_hash_algo 'xxhash' needs the package xxhash, dcpjax's extra of that name: install it, or use 'sha256'"
         ) from None
     return xxhash.xxh3_128_digest
 

@@ -218,7 +218,7 @@ class Request:
     computed: int = 0
     inflight: int = 0  # steps dispatched and not absorbed
     promised: int = 0  # those of them that bring a token: one at least each
-    cached_tokens: int | None = None  # for reports: prompt tokens not computed at the first admission; None before it
+    cached_tokens: int | None = None  # for reports: prompt tokens taken over at the first admission; None before it
     drafted: int = 0  # drafts made for its next decode row
     verified_drafts: int = 0
     accepted_drafts: int = 0  # those of them that are in the output

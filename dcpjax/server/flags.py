@@ -88,8 +88,8 @@ def _add_devices(group: argparse._ArgumentGroup) -> None:
     add("--data-parallel-size", "-dp", type=count, metavar="1", default=1, help="only 1")
     add("--cp-kv-cache-interleave-size", type=count, default=1, help="tokens of a rank's turn")
     add("--dcp-kv-cache-interleave-size", type=count, help="deprecated name of --cp-kv-cache-interleave-size")
-    add("--dcp-comm-backend", choices=("ag_rs", "a2a", "psum"), default="ag_rs", help="how partial results meet")
-    add("--dcp-index-shards", type=count, help="1 or the dcp size (default)")
+    add("--dcp-comm-backend", choices=("ag_rs", "a2a", "psum"), default="ag_rs", help="how ranks' partial results meet")
+    add("--dcp-index-shards", type=count, help="the dcp size (default), or 1: whole on every rank")
     add("--kernels", type=kernels, metavar="auto|xla|JSON", help='{"topk":"xla"} changes auto (the default) by name')
     add("--dcp-debug", action=argparse.BooleanOptionalAction, help="a line a layer from every device; slow")
 
@@ -97,10 +97,10 @@ def _add_devices(group: argparse._ArgumentGroup) -> None:
 def _add_cache(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--block-size", type=count, default=64, help="tokens of a logical page, the same at every dcp size")
-    add("--num-gpu-blocks-override", type=count, help="exact number of blocks")
+    add("--num-gpu-blocks-override", type=count, help="exact number of blocks, the dummy block 0 included")
     add("--kv-cache-memory-bytes", type=count, help="for the cache over all devices")
     share = {"type": float, "default": 0.9, "metavar": "SHARE"}
-    add("--gpu-memory-utilization", **share, help="of a GPU's memory, for weights and cache")
+    add("--gpu-memory-utilization", **share, help="for weights and cache, of what JAX takes of a GPU")
     add("--kv-cache-dtype", choices=("auto", "bfloat16", "float32", "fp8", "fp8_e4m3"), default="auto", help="records")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse equal beginnings")
     add("--prefix-caching-hash-algo", choices=("sha256", "xxhash"), default="sha256", help="of page contents")

@@ -57,7 +57,7 @@ class Metrics:
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens, by request.", lengths)
         self._generated = self._histogram("request_generation_tokens", "Generated tokens, by request.", lengths)
         self._computed = self._histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens that were computed, by request.", lengths
+            "request_prefill_kv_computed_tokens", "Prompt tokens not taken over from the cache, by request.", lengths
         )
         self._max_tokens = self._histogram("request_params_max_tokens", "Tokens asked for at most.", lengths)
         self._most_generated = self._histogram(
@@ -163,9 +163,9 @@ class _Sums(Collector):
         yield self._gauge("kv_cache_usage_perc", "Used pages over all, 0 to 1.", stats.page_usage)
         prefix = stats.prefix.counts
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", prefix.queries)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found there.", prefix.hits)
+        yield self._counter("prefix_cache_hits", "Prompt tokens taken over from it.", prefix.hits)
         yield self._counter("prompt_tokens", "Prompt tokens of requests that were scheduled.", stats.prompt_tokens)
-        yield self._counter("prompt_tokens_cached", "Those of them that were not computed.", prefix.hits)
+        yield self._counter("prompt_tokens_cached", "Those of them that came from the prefix cache.", prefix.hits)
         sources = CounterMetricFamily(
             "vllm:prompt_tokens_by_source",
             "Prompt tokens, by where their rows came from.",

@@ -136,7 +136,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("many at once give the texts of one at a time", "tiny::test_twenty_at_once_beside_a_long_prompt"),
     ),
     "Prefix cache and metrics": (
-        Row("`cached_tokens` is what was not computed", "prefix::test_br_16_what_is_reported_is_what_was_not_computed"),
+        Row("`cached_tokens` is what was taken over", "prefix::test_br_16_what_is_reported_is_what_was_taken_over"),
         Row("later turns find earlier ones", "flags::test_a_turn_is_found_again_if_its_thinking_is_kept"),
         Row("vLLM's metrics", "routes::test_metrics_of_the_dashboards_are_all_there"),
         Row("time of grammars' masks", "structure::test_masks_are_timed"),

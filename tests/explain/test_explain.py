@@ -108,7 +108,7 @@ def test_of_a_running_engine(sharded):
 
 def test_text():
     text = str(explained(TINY_FLAGS))
-    assert "Mesh: 4 devices, tp 1 × dcp 4. A page is 16 tokens" in text
+    assert "Mesh: 4 devices, tp 1 × dcp 4 (groups × ranks). A page is 16 tokens" in text
     assert "  rank 2     2  6 10 14\n" in text
     assert "target latent, target index, draft latent, draft index: 4 shards" in text
     alone = str(explained([]))

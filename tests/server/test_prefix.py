@@ -37,7 +37,7 @@ def ids(start: int, count: int) -> list[int]:
     return [100 + (start + 7 * i) % 150 for i in range(count)]
 
 
-def test_br_16_what_is_reported_is_what_was_not_computed(client):
+def test_br_16_what_is_reported_is_what_was_taken_over(client):
     """Twice the same 40 tokens: two whole pages of 16 hit, with drafts as without (see below)."""
     prompt, before = ids(1, 40), counters(client)
     assert [ask(client, prompt), ask(client, prompt)] == [0, 2 * PAGE]
