@@ -202,13 +202,7 @@ class Needle:
     def __init__(self, text: str):
         self.text = text
         self.matched = 0
-        self._fallback = [0] * (len(text) + 1)
-        known = 0
-        for i in range(1, len(text)):
-            while known and text[i] != text[known]:
-                known = self._fallback[known]
-            known += text[i] == text[known]
-            self._fallback[i + 1] = known
+        self._fallback = _fallback(text)
 
     def scan(self, piece: str) -> int | None:
         """Reads on; the place in `piece` right behind the first full occurrence, where reading stops, or None."""
@@ -309,6 +303,18 @@ class TextStream:
         if piece:
             self._pieces.append(piece)
         return piece
+
+
+@functools.lru_cache(maxsize=1024)
+def _fallback(text: str) -> tuple[int, ...]:
+    """At i: the length of the longest proper end of `text[:i]` that begins it."""
+    table, known = [0] * (len(text) + 1), 0
+    for i in range(1, len(text)):
+        while known and text[i] != text[known]:
+            known = table[known]
+        known += text[i] == text[known]
+        table[i + 1] = known
+    return tuple(table)
 
 
 @functools.cache
