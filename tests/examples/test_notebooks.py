@@ -17,7 +17,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent.parent
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 # What notebooks may import of this repository: names of the package, and modules whose functions are documented for it.
-PUBLIC = {"dcpjax", "dcpjax.bench", "dcpjax.errors", "dcpjax.layout"}
+PUBLIC = {"dcpjax", "dcpjax.bench", "dcpjax.errors", "dcpjax.layout", "models.dense"}
 
 
 def cells(path: pathlib.Path) -> list:
