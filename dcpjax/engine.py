@@ -316,7 +316,7 @@ class EngineCore:
             if accepted < 1:
                 raise RuntimeError(f"step {plan.epoch} brought no token to {request.id}, which is not finished")
             before = len(request.output)
-            if row.tokens is None:
+            if row.tokens is None and self._runner.num_drafts:
                 # Those it truly had: made in its step before, and before the limit.
                 verified.append(min(plan.num_drafts, request.drafted, request.limit - request.num_tokens - 1))
                 kept.append(accepted - 1)
@@ -330,13 +330,14 @@ class EngineCore:
                 self._append(request, token)
                 if request.status == "finished":
                     break  # what was sampled after the end is nobody's
-            if row.tokens is None:
+            if row.tokens is None and accepted > 1:
                 request.accepted_drafts += len(request.output) - before - 1
             self.scheduler.publish(request)
             if request.metrics.first_token is None:
                 request.metrics.first_token = now
             deltas.append(Delta(request, request.output[before:], request.status == "finished"))
-        self._acceptance += acceptance(self._runner.num_drafts, verified, kept)
+        if kept:
+            self._acceptance += acceptance(self._runner.num_drafts, verified, kept)
         if self._drafts is not None and kept:
             self._drafts.observe(verified, kept)
         self._spent("absorb", fetched)

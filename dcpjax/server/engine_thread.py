@@ -26,6 +26,8 @@ from dcpjax.server.watch import Watch
 
 log = logging.getLogger("dcpjax.server")
 
+_NOTHING = Prediction()
+
 
 class Model(Protocol):
     """What the thread needs of an `LLM`."""
@@ -242,20 +244,19 @@ class EngineThread:
             self._observer.finished(live.request)
 
     def _publish(self, deltas: Sequence[Delta]) -> None:
-        updates = []
+        updates, now = [], time.monotonic()
         for delta in deltas:
             live = self._live.get(delta.request.id)
             if live is None:  # its reader has gone
                 continue
-            self._observe(live, delta)
+            self._observe(live, delta, now)
             if delta.finished or not (live.ticket.whole and live.num_tokens):
                 updates.append((live.ticket, self._update(live, delta)))
         if updates:
             self._soon(_deliver, updates)
 
-    def _observe(self, live: _Live, delta: Delta) -> None:
+    def _observe(self, live: _Live, delta: Delta, now: float) -> None:
         if delta.token_ids:
-            now = time.monotonic()
             since_last = None if live.last_time is None else now - live.last_time
             live.last_time = now
             self._observer.tokens(delta.request, len(delta.token_ids), since_last)
@@ -267,18 +268,19 @@ class EngineThread:
         # Text, tokens and logprobs as they are now: a request that is aborted may have more than its delta says, if a step
         # was read whose deltas are still to come.
         request = delta.request
-        token_ids, logprobs = request.output[live.num_tokens :], request.logprobs[live.num_tokens :]
-        live.num_tokens += len(token_ids)
+        known, verified = live.num_tokens, request.verified_drafts
+        live.num_tokens = len(request.output)
+        # By place: this is done for every token of every stream.
         return Update(
-            index=live.index,
-            text=request.text.take() if request.text is not None else "",
-            token_ids=token_ids,
-            logprobs=logprobs,
-            cached_tokens=request.cached_tokens or 0,
-            prediction=Prediction(request.accepted_drafts, request.verified_drafts - request.accepted_drafts),
-            finish_reason=request.finish_reason if delta.finished else None,
-            stop_reason=request.stop_reason if delta.finished else None,
-            prompt_logprobs=request.prompt_logprobs,
+            live.index,
+            "" if request.text is None else request.text.take(),
+            request.output[known:],
+            request.logprobs[known:],
+            request.cached_tokens or 0,
+            Prediction(request.accepted_drafts, verified - request.accepted_drafts) if verified else _NOTHING,
+            request.finish_reason if delta.finished else None,
+            request.stop_reason if delta.finished else None,
+            request.prompt_logprobs,
         )
 
     def _die(self) -> None:

@@ -41,6 +41,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers, service = Headers(scope=scope), self._service
+        scope["chunks_to"] = send  # past the wrappers that look at the start of an answer only
         scope["request_id"] = headers.get("x-request-id", "")[:200] or f"{random.getrandbits(128):032x}"
         if service.options.request_id_headers:
             send = _with_id(scope["request_id"], send)

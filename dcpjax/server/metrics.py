@@ -3,11 +3,14 @@
 Counters and gauges are read from the engine when somebody asks; histograms are fed by the engine thread.
 """
 
+import bisect
+import itertools
 from collections.abc import Callable, Iterator
 
 import prometheus_client
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from dcpjax.host.hits import HitCounts
 from dcpjax.host.report import EngineStats
@@ -46,7 +49,10 @@ class Metrics:
         info.labels(**self._labels, **(cache or {})).set(1)
         lengths = _one_two_five(max_model_len)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
-        self._between = self._histogram("inter_token_latency_seconds", "Time between token arrivals.", _BETWEEN)
+        self._between = _Tally(
+            "vllm:inter_token_latency_seconds", "Time between token arrivals.", _BETWEEN, self._labels
+        )
+        self._registry.register(self._between)
         self._per_token = self._histogram(
             "request_time_per_output_token_seconds", "Mean time a token after the first, by request.", _BETWEEN
         )
@@ -140,6 +146,29 @@ class Metrics:
             f"vllm:{name}", words, tuple(self._labels), buckets=buckets, registry=self._registry
         )
         return family.labels(**self._labels)
+
+
+class _Tally(Collector):
+    """A histogram for one value a token: to feed the library's own takes five times as long. One thread feeds it."""
+
+    def __init__(self, name: str, words: str, bounds: tuple[float, ...], labels: dict[str, str]):
+        self._name, self._words, self._labels = name, words, labels
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Counts `value` in the first bucket whose bound is not below it."""
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        """The family, for Prometheus."""
+        family = HistogramMetricFamily(self._name, self._words, labels=list(self._labels))
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(names, itertools.accumulate(self._counts), strict=True))
+        family.add_metric(list(self._labels.values()), buckets, self._sum)
+        yield family
 
 
 class _Sums(Collector):
