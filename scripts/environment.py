@@ -13,7 +13,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SEAL = ROOT / ".venv" / "sealed"
-MODULES = ("dcpjax", "models", "jax", "jaxlib", "flax", "numpy", "tokenizers", "fastapi", "uvicorn")
+MODULES = ("dcpjax", "models", "jax", "jaxlib", "flax", "numpy", "tokenizers", "starlette", "uvicorn")
 TEST_MODULES = ("pytest", "xdist", "hypothesis", "chex", "ruff")
 
 

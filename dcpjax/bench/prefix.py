@@ -35,7 +35,7 @@ class Sizes:
 
 
 # No longer than eight blocks, for which a step has one shape.
-QUICK = Sizes(prompt=112, shared=96, drafts=(0, 2), rounds=1, block=16)
+QUICK = Sizes(prompt=112, shared=96, drafts=(2,), rounds=1, block=16)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

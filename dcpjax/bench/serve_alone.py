@@ -2,7 +2,7 @@
 
 Arms, each a process of its own, asked in turn by one client of bare sockets:
 
-* *constant*: the same framework, and the same body model, answering a constant; *echo*: our server, the same request;
+* *constant*: FastAPI with the same body model, answering a constant; *echo*: our server, the same request;
 * *bare*: an application without a framework that sends the very chunks that our server sends, each in a turn of the
   event loop of its own, as tokens come; *stream*: our server.
 
@@ -15,6 +15,7 @@ comes in.
 import asyncio
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import pathlib
@@ -27,6 +28,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
+
+from dcpjax.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +81,9 @@ uvicorn.Server(config).run(sockets=[listener])
 
 
 def measure(sizes: Sizes, say=lambda line: None) -> dict[str, Any]:
-    """Figures, as in the module's text."""
+    """Figures, as in the module's text. Raises `ConfigError` without FastAPI, which the constant arm is made of."""
+    if importlib.util.find_spec("fastapi") is None:
+        raise ConfigError("serve --alone: one arm needs FastAPI; install the extra: make setup EXTRAS=test,bench")
     with _process("-m", "dcpjax.serve", "--engine", "echo", "--port", "0", "--max-model-len", "4096") as echo:
         constant_arm = _process("-c", _CONSTANT + _SERVE)
         with constant_arm as constant:

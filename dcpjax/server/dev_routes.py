@@ -10,7 +10,7 @@ from dcpjax.server.errors import ApiError
 from dcpjax.server.service import Served, ServerOptions
 
 _FLAG = "reset_running_requests"
-RESET_PARAMETERS = {"parameters": [{"name": _FLAG, "in": "query", "required": False, "schema": {"type": "boolean"}}]}
+RESET_QUERY = [{"name": _FLAG, "in": "query", "required": False, "schema": {"type": "boolean"}}]
 
 
 async def reset(request: Request, served: Served) -> None:

@@ -2,9 +2,9 @@
 
 import logging
 
-import fastapi
 import orjson
 import starlette.exceptions
+from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -96,7 +96,7 @@ def internal(request_id: str) -> ApiError:
     return ApiError(500, f"The server failed on request {request_id}; its log says why.")
 
 
-def install(app: fastapi.FastAPI) -> None:
+def install(app: Starlette) -> None:
     """Makes every failure of `app` one of these answers."""
 
     async def api_error(request: Request, error: ApiError) -> Response:

@@ -15,8 +15,8 @@ def figures(quick_compile):
 
 def test_one_row_for_each_arm(figures):
     rows = figures["rows"]
-    assert [(row["dcp"], row["drafts"]) for row in rows] == [(1, 0), (4, 0), (1, 2), (4, 2)]
-    assert set(figures["kept"]) == {0, 2}
+    assert [(row["dcp"], row["drafts"]) for row in rows] == [(1, 2), (4, 2)]
+    assert set(figures["kept"]) == {2}
     for row in rows:
         assert row["measured"] > 0 and 0 < row["predicted"] < 7
         assert set(row["ttft_seconds"]) == {"cold", "warm", "again"}
@@ -25,7 +25,7 @@ def test_one_row_for_each_arm(figures):
 
 def test_hits_change_no_text(figures):
     assert figures["equal_arms"] and all(row["equal_text"] for row in figures["rows"])
-    # Nothing, the shared pages, all but the last token, nothing: at every dcp size, drafts or not.
+    # Nothing, the shared pages, all but the last token, nothing: at every dcp size.
     assert all(row["cached_tokens"] == [0, 96, 111, 0] for row in figures["rows"])
 
 

@@ -12,7 +12,7 @@ from models.train import tables
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24)
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
 
 
 def make(kind: str, dcp: int = 1, k: int = 3, draft_kv: str = "sharded") -> LLM:
@@ -27,7 +27,7 @@ def make(kind: str, dcp: int = 1, k: int = 3, draft_kv: str = "sharded") -> LLM:
     )
 
 
-def look_ups(llm: LLM, count: int = 10) -> tuple[list[list[int]], list[str]]:
+def look_ups(llm: LLM, count: int = 6) -> tuple[list[list[int]], list[str]]:
     """Prompts that ask for one of 25 codes, and the codes."""
     prompts, codes = [], []
     for seed in range(count):
@@ -68,7 +68,7 @@ def test_look_ups_are_right_as_often_as_in_full(packed):
         sum(code in llm.tokenizer.decode(text) for code, text in zip(codes, said, strict=True))
         for said in (texts, answers(plain, prompts))
     ]
-    assert right[1] >= 9 and right[0] >= right[1] - 1
+    assert right[1] >= 5 and right[0] >= right[1] - 1
     # Another record is another cache: rows are rounded, selections and latents nearly the same.
     short, full = (x.trace(prompts[0]) for x in (llm, plain))
     assert 0 < np.abs(short.latent - full.latent).max() and not np.array_equal(short.logits, full.logits)
