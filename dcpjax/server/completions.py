@@ -110,6 +110,7 @@ class _Choice:
         if body.logprobs is not None:
             as_ids = bool(body.return_tokens_as_token_ids)
             self._logprobs = CompletionLogprobs(served.llm.tokenizer, 0, as_ids)
+        self._spoken = served.llm.tokenizer is not None  # else no token has a text
         self._held: Update | None = None  # brought tokens, but no text yet
 
     def take(self, update: Update) -> Update | None:
@@ -118,7 +119,7 @@ class _Choice:
         self.cached_tokens, self.prediction = update.cached_tokens, update.prediction
         if self._held is not None:
             update, self._held = self._held.then(update), None
-        if not update.text and update.finish_reason is None:
+        if not update.text and update.finish_reason is None and self._spoken:
             self._held = update
             return None
         return update
@@ -185,8 +186,12 @@ class _Answer:
         ready = self._choices[update.index].take(update)
         if ready is None:
             return []
+        state = self._choices[update.index]
+        first, choice = not state.opened, self._choice(update.index, ready)
+        if first and self._body.return_token_ids:
+            choice["prompt_token_ids"] = state.prompt.token_ids
         usage = {"usage": self._usage()} if self._stream.continuous_usage else {}
-        return [{**self._head, "choices": [self._choice(update.index, ready)], **usage}]
+        return [{**self._head, "choices": [choice], **usage}]
 
     def end(self) -> list[dict]:
         return [{**self._head, "choices": [], "usage": self._usage()}] if self._stream.include_usage else []

@@ -11,6 +11,7 @@ import asyncio
 import collections
 import dataclasses
 import logging
+import re
 import threading
 import time
 import weakref
@@ -145,8 +146,7 @@ class EngineThread:
 
     def cut(self, names: Collection[str]) -> None:
         """Ends the jobs of tickets of these names, each with a last update, reason "abort"."""
-        wanted = {name.partition("-")[2] if name.startswith(("chatcmpl-", "cmpl-")) else name for name in names}
-        wanted |= {name.removeprefix("msg_") for name in names}
+        wanted = {re.sub("^(chatcmpl-|cmpl-|msg_|resp_)", "", name) for name in names}
         for ticket in tuple(self._tickets):
             if ticket.name in wanted:
                 self.cut_ticket(ticket)

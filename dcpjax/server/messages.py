@@ -73,7 +73,7 @@ class _Answer:
         events, parts = [], self._take(update)
         if not self._began:
             self._began = True
-            events.append({"type": "message_start", "message": self._message([], None)})
+            events.append({"type": "message_start", "message": {**self._message([], None), "stop_sequence": None}})
         for part in parts:
             events += self._blocks.add(part)
         return events
@@ -115,7 +115,10 @@ class _Answer:
     def _stop_reason(self) -> str:
         reason = self._turn.finish_reason
         if reason == "abort":  # the protocol has no word for it, and the text must not pass for a whole one
-            raise unavailable("The server is ending; the message is not complete.", 30)
+            raise unavailable(
+                "The message is not complete: it was aborted, took longer than this server allows, or the server is ending.",
+                30,
+            )
         if self._stop_sequence is not None:
             return "stop_sequence"
         return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[reason]

@@ -38,6 +38,7 @@ class Metrics:
     ):
         self._registry = prometheus_client.CollectorRegistry()
         self._labels = {"model_name": model_name, "engine": "0"}
+        self._choices: dict[int, tuple[int, int]] = {}  # by the wish they share: choices that run, the longest so far
         self._sums = _Sums(self._labels, stats)
         self._registry.register(self._sums)
         info = prometheus_client.Gauge(
@@ -126,15 +127,25 @@ class Metrics:
         """The request has ended, for whatever reason."""
         times, count = request.metrics, len(request.output)
         self._sums.finished[request.finish_reason] += 1
+        self._measure_longest(request)
         if request.finish_reason == "abort":
             return
         self._whole.observe(times.finished - times.arrival)
         self._inference.observe(times.finished - times.first_scheduled)
-        self._most_generated.observe(count)
         self._decode.observe(times.finished - times.first_token)
         self._generated.observe(count)
         if count > 1:
             self._per_token.observe((times.finished - times.first_token) / (count - 1))
+
+    def _measure_longest(self, request: Request) -> None:
+        """The choices of one prompt share their wish."""
+        left, longest = self._choices.pop(id(request.params), (request.params.n, 0))
+        if request.finish_reason != "abort":
+            longest = max(longest, len(request.output))
+        if left > 1:
+            self._choices[id(request.params)] = left - 1, longest
+        elif longest:
+            self._most_generated.observe(longest)
 
     def step(self, prompt_tokens: int, decode_tokens: int, seconds: float) -> None:
         """A step of so many query tokens was made, in `seconds`."""

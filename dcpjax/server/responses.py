@@ -22,13 +22,29 @@ from dcpjax.server.turn import Thought
 async def responses(request: Request, body: ResponsesBody, served: Served, options: ServerOptions) -> Response:
     """The whole response, or a stream of its events. Raises `ApiError` or `RequestError` for what is refused."""
     name = request.scope["request_id"]
-    conversation = await begin(chat_body(body), served, options, name, not body.stream)
+    try:
+        conversation = await begin(chat_body(body), served, options, name, not body.stream)
+    except ApiError as error:
+        raise _renamed(error) from None
     answer = _Answer(f"resp_{name}", body, served, conversation)
     ticket = conversation.ticket
     if body.stream:
         return EventStream(ticket, answer, FRAMES)
     async with attended(ticket, request.receive):
         return JsonResponse(await answer.whole(ticket))
+
+
+# Fields of a chat that a body of this protocol has by another name.
+_NAMES = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
+
+
+def _renamed(error: ApiError) -> ApiError:
+    """The error, about the field that the client knows."""
+    name = _NAMES.get(error.param)
+    if name is None:
+        return error
+    message = name + error.message.removeprefix(error.param) if error.message.startswith(error.param) else error.message
+    return ApiError(error.status, message, name, error.headers)
 
 
 def _frame(event: dict) -> bytes:

@@ -67,7 +67,7 @@ class Routes:
             said["parameters"] = [*parameters, *query]
 
         def take(handler: Handler) -> Handler:
-            self.routes.append(Route(path, handler, methods=list(methods)))
+            self.routes.append(_route(path, handler, methods))
             place = self._paths.setdefault(re.sub(r":\w+}", "}", path), {})
             for method in map(str.lower, methods):
                 place[method] = {"operationId": f"{method}_{handler.__name__}", **said}
@@ -79,7 +79,7 @@ class Routes:
         """Decorates the handler of a page that the document leaves out."""
 
         def take(handler: Handler) -> Handler:
-            self.routes.append(Route(path, handler, methods=["GET"]))
+            self.routes.append(_route(path, handler, ["GET"]))
             return handler
 
         return take
@@ -87,3 +87,10 @@ class Routes:
     def document(self) -> dict[str, Any]:
         """All routes so far, as OpenAPI 3.1 has them."""
         return {"openapi": "3.1.0", "info": self._info, "paths": self._paths}
+
+
+def _route(path: str, handler: Handler, methods: Sequence[str]) -> Route:
+    """With these methods and no other: Starlette adds HEAD to GET, for which a feed would never end."""
+    route = Route(path, handler, methods=list(methods))
+    route.methods &= set(methods)
+    return route

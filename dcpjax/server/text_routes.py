@@ -14,7 +14,7 @@ async def tokenize(body: TokenizeBody, served: Served, options: ServerOptions) -
     served.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: give either prompt or messages", "prompt")
-    tokenizer = served.tokenizer("prompt")
+    tokenizer = served.tokenizer("prompt" if body.messages is None else "messages")
     if body.messages is not None:
         prompt = await asyncio.to_thread(render_chat, body, served, options)
         tokens = prompt.token_ids

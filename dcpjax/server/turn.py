@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dcpjax.server.reasoning import CLOSE, Reasoning
+from dcpjax.server.reasoning import CALL, CLOSE, Reasoning
 from dcpjax.server.ticket import Prediction, Update
 from dcpjax.server.tool_calls import CallPart, Content, Part, ToolCalls
 from dcpjax.text import Tokenizer
@@ -36,7 +36,8 @@ class Turn:
         self._shown = rules.shown
         self._split = Reasoning(rules.thinking and rules.separate)
         self._calls = calls
-        self._close = tokenizer.token_id(CLOSE)
+        # What ends the thinking, where it is one token, and how many of its tokens are thinking.
+        self._ends = ((tokenizer.token_id(CLOSE), 1), (tokenizer.token_id(CALL), 0))
         self._counting = rules.thinking  # tokens of the thinking
         self._reason: str | None = None
         self._stopped_by: int | str | None = None
@@ -51,8 +52,8 @@ class Turn:
             parts += self._parse(*self._split.finish())
             if self._calls is not None:
                 parts += self._calls.finish()
-        if self._counting and self._split.thinking is False and reasoning:
-            self._counting = False  # ended by something that is not the one closing token
+        if not self._split.thinking:
+            self._counting = False  # perhaps by a tag that was no single token
         return parts if len(parts) < 2 else _joined(parts)
 
     @property
@@ -77,8 +78,9 @@ class Turn:
         self.num_tokens += len(ids)
         self.cached_tokens, self.prediction = update.cached_tokens, update.prediction
         if self._counting:
-            self._counting = self._close not in ids
-            self.num_reasoning += len(ids) if self._counting else ids.index(self._close) + 1
+            ends = [ids.index(token) + more for token, more in self._ends if token in ids]
+            self._counting = not ends
+            self.num_reasoning += min(ends, default=len(ids))
 
     def _parse(self, reasoning: str, content: str) -> list[Thought | Part]:
         parts: list[Thought | Part] = [Thought(reasoning)] if reasoning and self._shown else []

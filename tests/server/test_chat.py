@@ -173,6 +173,9 @@ def test_the_prompt_is_what_tokenize_gives(client):
     assert answer["prompt_token_ids"] == tokens["tokens"]
     assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"]) == answer["usage"]["prompt_tokens"]
     assert len(answer["choices"][0]["token_ids"]) == 3
+    body = {"messages": messages, "return_token_ids": True, "max_tokens": 3, "n": 2, "stream": True}
+    first, *others = events(client.post(PATH, json=body).text)
+    assert first["prompt_token_ids"] == tokens["tokens"] and not any("prompt_token_ids" in chunk for chunk in others)
 
 
 def test_continuing_a_message(client):

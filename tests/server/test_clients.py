@@ -233,6 +233,7 @@ def test_anthropic_counts_what_it_takes(server, claude):
             {"max_tokens": 5, "messages": [user("x")], "tool_choice": {"type": "perhaps"}, "tools": ANTHROPIC_TOOLS},
             "any",
         ),
+        ({"max_tokens": 5, "messages": [user("x")], "tool_choice": {"type": "any"}}, "only allowed with tools"),
         ({"max_tokens": 5, "messages": [user("x")], "tools": [{"type": "web_search_1", "name": "w"}]}, "elsewhere"),
         ({"max_tokens": 5, "messages": [user("x")], "thinking": {"type": "maybe"}}, "thinking"),
         ({"max_tokens": 5, "messages": [user("x")], "system": 5}, "system"),

@@ -1,8 +1,12 @@
 """Plain completions over a real socket: streamed equals whole, stops, choices, logprobs, usage."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from dcpjax.server.completions import _Choice, _Prompt
 from dcpjax.server.protocol import CompletionBody
+from dcpjax.server.ticket import Prediction, Update
 from tests.server.fake_llm import STORY, make_tokenizer
 from tests.server.process import events
 
@@ -108,8 +112,20 @@ def test_choices_and_prompts_are_ordered_prompt_major(client):
     assert [choice["prompt_token_ids"] for choice in whole["choices"]] == ids
     assert whole["usage"]["prompt_tokens"] == len(ids[0]) + len(ids[2])
     assert whole["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in whole["choices"])
-    streamed = joined(stream(client, **body))
+    chunks = stream(client, **body)
+    streamed = joined(chunks)
     assert [streamed[i]["text"] for i in range(4)] == [story(0), story(1), story(0), story(1)]
+    given = {c["index"]: c["prompt_token_ids"] for chunk in chunks for c in chunk["choices"] if "prompt_token_ids" in c}
+    assert [given[i] for i in range(4)] == ids
+
+
+def test_tokens_without_a_text_are_sent_as_they_come():
+    """A model without a tokenizer has none; one with a tokenizer waits for the end of a character."""
+    for tokenizer, sent in ((None, [[1], [2]]), (TOKENIZER, [[1, 2]])):
+        served = SimpleNamespace(llm=SimpleNamespace(tokenizer=tokenizer))
+        choice = _Choice(_Prompt([5], ""), CompletionBody(prompt=[5]), served)
+        taken = [choice.take(Update(0, "", [i], [], 0, Prediction(), end)) for i, end in ((1, None), (2, "stop"))]
+        assert [update.token_ids for update in taken if update is not None] == sent
 
 
 def test_prompts_of_token_ids(client):

@@ -160,7 +160,15 @@ def test_bodies_that_are_not_json_objects(client, path):
         check(client.post(path, content=content, headers=headers), 400, "BadRequestError")
 
 
+def test_of_several_allowed_types_the_one_that_was_meant_is_told(client):
+    wishes = (({"prompt": [-1]}, "prompt", "greater than or equal to 0"), ({"stop": ["a"] * 17}, "stop", "at most 16"))
+    for wish, param, words in wishes:
+        response = client.post(COMPLETIONS, json={"prompt": "x", **wish})
+        assert words in check(response, 400, "BadRequestError", param)
+
+
 def test_routes_and_methods_that_do_not_exist(client):
+    assert client.head("/live").status_code == 405, "a feed has no end, and so no head"
     check(client.get("/v1/nothing"), 404, "NotFoundError")
     stored = {"input": "x", "previous_response_id": "resp_1"}
     check(client.post("/v1/responses", json=stored), 404, "NotFoundError", "previous_response_id")

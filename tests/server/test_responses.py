@@ -86,8 +86,10 @@ def test_forms_and_forced_calls(client):
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-        ({"input": "x", "text": {"format": {"type": "xml"}}}, "response_format"),
-        ({"input": [{"role": "king", "content": "x"}]}, "messages"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "king", "content": "x"}]}, "input"),
     ],
 )
 def test_refusals(client, wish, param):
