@@ -117,8 +117,6 @@ class SamplingParams:
 
 
 # The plain types first: to ask the abstract ones takes longer than all the rest of a check.
-
-
 def _number(name, value, allowed, words):
     if type(value) is float and math.isfinite(value) and allowed(value):
         return

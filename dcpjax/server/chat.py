@@ -128,9 +128,9 @@ class _Answer:
         return ()
 
     def take(self, update: Update) -> list[dict]:
-        first = not any(choice.opened for choice in self._choices)
+        first = self._body.return_token_ids and not any(choice.opened for choice in self._choices)
         chunks = [self._chunk([choice]) for choice in self._chunks(update)]
-        if first and self._body.return_token_ids:
+        if first:
             chunks[0]["prompt_token_ids"] = self._prompt
         if self._stream.continuous_usage:
             for chunk in chunks:

@@ -38,9 +38,8 @@ def chat_body(body: CountBody) -> ChatBody:
     wish: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
     if body.tools:
         wish["tools"] = [_tool(i, tool) for i, tool in enumerate(body.tools)]
+    if body.tools or body.tool_choice:
         wish |= _tool_choice(body.tool_choice or {"type": "auto"})
-    elif body.tool_choice is not None:
-        raise ApiError(400, "tool_choice: only allowed with tools", "tool_choice")
     wish["thinking"] = _thinking(body.thinking)
     if isinstance(body, MessagesBody):
         wish["stop"] = body.stop_sequences or None

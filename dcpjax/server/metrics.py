@@ -138,7 +138,7 @@ class Metrics:
             self._per_token.observe((times.finished - times.first_token) / (count - 1))
 
     def _measure_longest(self, request: Request) -> None:
-        """The choices of one prompt share their wish."""
+        """The choices of one prompt share their wish, which lives as long as one of them is to come here."""
         left, longest = self._choices.pop(id(request.params), (request.params.n, 0))
         if request.finish_reason != "abort":
             longest = max(longest, len(request.output))

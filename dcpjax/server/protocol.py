@@ -168,9 +168,10 @@ async def read_body[B: Body](request: Request, kind: type[B], max_bytes: int) ->
 
 def explain(error: pydantic.ValidationError) -> ApiError:
     """A 400 that names the first field that is wrong, what is wrong with it, and what it was."""
-    # In a union every member complains: best told is what is wrong with a value of the right type, then the first.
     found = error.errors(include_url=False, include_context=False)
-    first = next((one for one in found if not one["type"].endswith(("_type", "_parsing"))), found[0])
+    # In a union every member complains: best told is what is wrong with a value of the right type, then the first.
+    same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
+    first = next((one for one in same if not one["type"].endswith(("_type", "_parsing"))), found[0])
     place = [str(part) for part in first["loc"]]
     field = place[0] if place else None
     got = "" if first["type"] == "missing" else f"; got {_quote(first['input'])}"

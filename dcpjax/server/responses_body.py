@@ -51,12 +51,9 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         "parallel_tool_calls": body.parallel_tool_calls,
     }
     if body.tools:
-        wish |= {
-            "tools": [_tool(i, tool) for i, tool in enumerate(body.tools)],
-            "tool_choice": _choice(body.tool_choice),
-        }
-    elif body.tool_choice not in (None, "auto", "none"):
-        raise ApiError(400, "tool_choice: only allowed with tools", "tool_choice")
+        wish["tools"] = [_tool(i, tool) for i, tool in enumerate(body.tools)]
+    if body.tools or body.tool_choice not in ("auto", "none"):
+        wish["tool_choice"] = _choice(body.tool_choice)
     wish |= {name: getattr(body, name) for name in ("temperature", "top_p", "cache_salt", "no_store")}
     try:
         return ChatBody.model_validate({key: value for key, value in wish.items() if value is not None})
