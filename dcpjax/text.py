@@ -60,10 +60,13 @@ class ChatTemplate:
 
     def render(self, **values: Any) -> str:
         """The prompt as text. Raises `RequestError` when the template refuses the values or fails on them."""
+        context = self._template.new_context({**self._named_tokens, **values})
         try:
-            return self._template.render(**self._named_tokens, **values)
+            return "".join(self._template.root_render_func(context))
         except Exception as error:  # noqa: BLE001 - a template is a program: it can fail in any way on odd messages
             raise RequestError(f"messages: the chat template cannot render them: {error}") from None
+        finally:
+            context.vars.clear()  # macros, which know the context: it would keep the messages until the collector looks
 
 
 class Tokenizer:

@@ -58,6 +58,7 @@ class Gate:
             await self._app(scope, receive, send)
         finally:
             service.num_inflight -= 1
+            del scope["chunks_to"]  # it knows the scope: the two would wait, with the request's body, for the collector
 
     def _check_key(self, headers: Headers) -> None:
         if not self._keys:

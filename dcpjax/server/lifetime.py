@@ -24,6 +24,7 @@ import uvicorn
 
 from dcpjax.errors import ConfigError, DcpjaxError
 from dcpjax.server.app import make_app
+from dcpjax.server.connection import Connection
 from dcpjax.server.service import Phase, Service
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def serve(service: Service, load: Callable[[], "LLM"], listen: Listen) -> int:
     listener = _listen(listen)
     config = uvicorn.Config(
         make_app(service),
+        http=Connection,
         log_config=None,
         access_log=False,
         lifespan="off",

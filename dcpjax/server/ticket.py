@@ -91,7 +91,7 @@ class Ticket:
         self._interval = limits.interval
         self._begun: set[int] = set()  # jobs that brought something
         self._timer = None if limits.timeout is None else thread.loop.call_later(limits.timeout, self._expire)
-        self._accepted: asyncio.Future[None] = thread.loop.create_future()
+        self._accepted: asyncio.Future[None] | None = thread.loop.create_future()
         self._updates: dict[int, Update] = {}
         self._awake = False  # there is something to read
         self._waiter: asyncio.Future[None] | None = None  # of the reader
@@ -148,6 +148,8 @@ class Ticket:
         self._stop_timer()
         if self._left:
             self._thread.abort(self)
+        # An error that was raised knows the frames it came through, and they know the ticket.
+        self._left, self._error, self._accepted = 0, None, None
 
     @property
     def pending(self) -> bool:
@@ -156,7 +158,7 @@ class Ticket:
 
     def settle(self, error: Exception | None) -> None:
         """The engine has taken the jobs, or `error` says why not."""
-        if not self._accepted.done():
+        if self._accepted is not None and not self._accepted.done():
             if error is None:
                 self._accepted.set_result(None)
             else:

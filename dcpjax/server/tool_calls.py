@@ -83,7 +83,7 @@ class ToolCalls:
     def __init__(self, schemas: ToolSchemas, most: int | None = None):
         self._schemas = schemas
         self._most = most
-        self._state = self._content
+        self._state = ToolCalls._content  # not bound: it would keep this object alive until the collector looks
         self._tags = _CONTENT
         self._held = ""  # may be the start of a tag
         self._pieces: list[str] = []  # of a name, a key or a value that is sent when it is complete
@@ -109,7 +109,7 @@ class ToolCalls:
         text = self._held + text
         while True:
             before, tag, text = self._tags.split(text)
-            self._state(before, tag)
+            self._state(self, before, tag)
             if tag is None:
                 self._held = text
                 break
@@ -118,7 +118,7 @@ class ToolCalls:
     def finish(self) -> list[Part]:
         """No more will come: what was held back, and the end of a call that was cut."""
         held, self._held = self._held, ""
-        if self._state == self._content:
+        if self._state is ToolCalls._content:
             self._content(held, None)
         elif self._open:
             self._close(cut=True)
@@ -143,7 +143,7 @@ class ToolCalls:
             self._parts.append(Content("".join(self._blank) + text))
             self._spoke, self._blank = True, []
         if tag is not None:
-            self._to(self._in_name, _NAME)
+            self._to(ToolCalls._in_name, _NAME)
 
     def _in_name(self, text: str, tag: str | None) -> None:
         self._pieces.append(text)
@@ -151,10 +151,10 @@ class ToolCalls:
             return
         raw = "".join(self._pieces)
         if not raw.strip():
-            self._to(self._content, _CONTENT)
+            self._to(ToolCalls._content, _CONTENT)
             self._content(CALL + raw + (tag if tag != CALL else ""), None)
             if tag == CALL:
-                self._to(self._in_name, _NAME)
+                self._to(ToolCalls._in_name, _NAME)
             return
         self._begin(raw.strip())
         self._between("", tag)
@@ -162,10 +162,10 @@ class ToolCalls:
     def _between(self, text: str, tag: str | None) -> None:
         # Nothing belongs here but blanks; what else a model writes is nobody's.
         if tag == KEY:
-            self._to(self._in_key, _IN_KEY)
+            self._to(ToolCalls._in_key, _IN_KEY)
         elif tag is not None:
             self._close()
-            self._to(*((self._in_name, _NAME) if tag == CALL else (self._content, _CONTENT)))
+            self._to(*((ToolCalls._in_name, _NAME) if tag == CALL else (ToolCalls._content, _CONTENT)))
 
     def _in_key(self, text: str, tag: str | None) -> None:
         self._pieces.append(text)
@@ -173,19 +173,19 @@ class ToolCalls:
             return
         self._key = "".join(self._pieces).strip()
         if tag == KEY_END:
-            self._to(self._to_value, _TO_VALUE)
+            self._to(ToolCalls._to_value, _TO_VALUE)
         else:
             self._to_value("", tag)
 
     def _to_value(self, text: str, tag: str | None) -> None:
         if tag == VALUE:
             self._kinds = self._schemas.kinds(self._name, self._key)
-            self._to(self._in_value, _IN_VALUE)
+            self._to(ToolCalls._in_value, _IN_VALUE)
             if self._kinds == {"string"}:
                 self._send(self._before_value() + '"')
                 self._string = True
         elif tag is not None:  # a key without a value
-            self._to(self._between, _BETWEEN)
+            self._to(ToolCalls._between, _BETWEEN)
             self._between("", tag)
 
     def _in_value(self, text: str, tag: str | None) -> None:
@@ -201,14 +201,14 @@ class ToolCalls:
         else:
             self._send(self._before_value() + written("".join(self._pieces), self._kinds))
         self._string = False
-        self._to(self._between, _BETWEEN)
+        self._to(ToolCalls._between, _BETWEEN)
 
     def _begin(self, name: str) -> None:
         self._index += 1
         self._name, self._num_arguments, self._open = name, 0, True
         if not self._dropped:
             self._parts.append(CallBegin(self._index, name))
-        self._to(self._between, _BETWEEN)
+        self._to(ToolCalls._between, _BETWEEN)
 
     def _before_value(self) -> str:
         self._num_arguments += 1
