@@ -102,7 +102,7 @@ def moe_ffn(
         if backend == "xla" and plan.platform == "cpu":
             routed = experts_everywhere(x, experts, weight, gate, up, down)
         else:
-            chosen = fitting(backend, x.shape, gate.shape[1], x.dtype)
+            chosen = fitting(backend, x, gate, up, down)
             routed = experts_ffn(x, experts, weight, gate, up, down, backend=chosen)
         return collectives.sum_devices(routed + swiglu(x, *shared))
 

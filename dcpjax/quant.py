@@ -62,11 +62,20 @@ def dequantise(w: jax.Array | QArray, dtype: Any) -> jax.Array:
 
 
 def _unpack(packed: jax.Array) -> jax.Array:
-    """Bytes `[…, n]` as e2m1 numbers `[…, 2n]` float32: a sign, two bits of exponent, one of mantissa."""
-    nibble = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1).astype(jnp.int32)
-    exponent, mantissa = (nibble >> 1) & 3, nibble & 1
-    half = jnp.where(exponent == 0, mantissa, (2 + mantissa) << exponent >> 1)  # twice the magnitude
-    return jnp.where(nibble & 8, -half, half).astype(jnp.float32) * 0.5
+    """Bytes `[…, n]` as e2m1 numbers `[…, 2n]` float32."""
+    return jnp.stack(unpack_e2m1(packed), axis=-1).reshape(*packed.shape[:-1], -1)
+
+
+def unpack_e2m1(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The numbers in the low and in the high half of bytes, float32: a sign, two bits of exponent, one of mantissa."""
+    wide = packed.astype(jnp.int32)
+    return tuple(_e2m1(code) for code in (wide & 15, wide >> 4))
+
+
+def _e2m1(code: jax.Array) -> jax.Array:
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    double = jnp.where(exponent == 0, mantissa, ((2 + mantissa) << exponent) >> 1)
+    return jnp.where(code & 8 != 0, -double, double).astype(jnp.float32) * 0.5
 
 
 def plain(tree: Any, dtype: Any) -> Any:

@@ -7,23 +7,26 @@ the kernel.
 import jax
 import jax.numpy as jnp
 
-from dcpjax.pallas_kernels.experts_triton import MOST_TOKENS, ExpertsConfig, experts_triton, weighted_sum
-from dcpjax.quant import plain
+from dcpjax.pallas_kernels.experts_triton import MOST_TOKENS, ExpertsConfig, experts_triton, served, weighted_sum
+from dcpjax.quant import QArray, plain
 
 # Blocks of JAX's grouped product for Hopper: columns of the result, and depth of a step along the sum.
 _COLUMNS, _DEPTH = 128, 64
 
 
-def fitting(backend: str, shape: tuple[int, int], inner: int, dtype: jax.typing.DTypeLike) -> str:
-    """The backend that serves `shape` = tokens and width through experts of `inner` hidden values in `dtype`.
+def fitting(
+    backend: str, x: jax.Array, gate: jax.Array | QArray, up: jax.Array | QArray, down: jax.Array | QArray
+) -> str:
+    """The backend that serves tokens `x [T, D]` and these stacks.
 
     "triton" is meant up to `MOST_TOKENS`, and "mosaic" above and where the triton kernel has not these widths; "xla" is
     what is left. Others stay what they are.
     """
-    tokens, width = shape
+    (tokens, width), inner, dtype = x.shape, gate.shape[1], x.dtype
     if backend not in ("triton", "mosaic"):
         return backend
-    if backend == "triton" and tokens <= MOST_TOKENS and width % 16 == 0 and inner % 16 == 0:
+    fits = tokens <= MOST_TOKENS and width % 16 == 0 and inner % 16 == 0
+    if backend == "triton" and fits and all(map(served, (gate, up, down))):
         return "triton"
     # Both products' results are whole blocks; so are then the sums.
     whole = width % _COLUMNS == 0 and inner % _COLUMNS == 0
@@ -41,10 +44,10 @@ def experts_ffn(
     `MOST_TOKENS` tokens; "interpret" for tests) or "mosaic" (any number). Raises `NotImplementedError` where the kernel
     does not serve these shapes.
     """
-    # No kernel reads quantised stacks yet: a copy of one layer's experts is made.
-    gate, up, down = plain((gate, up, down), x.dtype)
     if backend in ("triton", "interpret"):
         return experts_triton(x, experts, weight, gate, up, down, config, backend == "interpret")
+    # The others read no quantised stacks: a copy of one layer's experts is made.
+    gate, up, down = plain((gate, up, down), x.dtype)
     if backend == "mosaic":
         return _experts_ragged(x, experts, weight, gate, up, down, _mosaic)
     return _experts_ragged(x, experts, weight, gate, up, down, _ragged)

@@ -2,16 +2,24 @@
 
 A *pair* is a token and one of its experts. The grid has a place for every pair; the first pair of an expert serves all
 tokens that chose it, the others end at once. So no list is made on the way, and no expert is read that nobody chose.
+
+Quantised stacks are read as they are: FP8 tiles are multiplied in the tokens' dtype and their products scaled, since a tile
+lies within one block of scales; NVFP4 numbers are scaled by their group first, which is exact in bfloat16.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from dcpjax.quant import QArray, unpack_e2m1
+
 MOST_TOKENS = 64
+# Offsets into arrays of bytes are signed 32-bit numbers up to 4 GiB, where they become 64-bit ones.
+_BAD_BYTES = range(1 << 31, 1 << 32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,19 +33,42 @@ class ExpertsConfig:
     stages: int = 4
 
     @classmethod
-    def choose(cls, tokens: int, inner: int, width: int) -> "ExpertsConfig":
-        """For experts of `inner` hidden values between `width` of them."""
+    def choose(
+        cls,
+        tokens: int,
+        inner: int,
+        width: int,
+        into_block: tuple[int, int] = (0, 0),
+        out_block: tuple[int, int] = (0, 0),
+    ) -> "ExpertsConfig":
+        """For experts of `inner` hidden values between `width` of them; a tile lies within a block of scales, if any."""
         # Measured: more tokens make the result's tile the larger part of what is moved.
         out, depth, warps, stages = (
             (64, 128, 4, 3) if tokens <= 16 else (128, 64, 4, 4) if tokens <= 32 else (256, 64, 8, 4)
         )
         return cls(
-            into=_fit(64, inner, "hidden values"),
-            out=_fit(out, width, "values"),
-            depth=min(_fit(depth, inner, "hidden values"), _fit(depth, width, "values")),
+            into=_fit(64, math.gcd(inner, into_block[0]), "hidden values"),
+            out=_fit(out, math.gcd(width, out_block[0]), "values"),
+            depth=min(
+                _fit(depth, math.gcd(inner, out_block[1]), "hidden values"),
+                _fit(depth, math.gcd(width, into_block[1]), "values"),
+            ),
             warps=warps,
             stages=stages,
         )
+
+
+def served(stack: jax.Array | QArray) -> bool:
+    """Whether the kernel can read this stack as it is."""
+    if not isinstance(stack, QArray):
+        return True
+    sizes, least = stack.shape[-2:], 16
+    if stack.packed:
+        # Two halves of a step along the sum.
+        whole = sizes[0] % least == 0 and sizes[1] % (2 * least) == 0
+    else:
+        whole = all(math.gcd(size, block) >= least for size, block in zip(sizes, stack.block, strict=True))
+    return whole and math.prod(stack.values.shape) not in _BAD_BYTES
 
 
 def _fit(most: int, size: int, what: str) -> int:
@@ -62,16 +93,21 @@ def experts_triton(
         raise NotImplementedError(
             f"{tokens} tokens: the kernel serves at most {MOST_TOKENS}; use backend mosaic or xla"
         )
+    if not all(map(served, (gate, up, down))):
+        raise NotImplementedError("a quantised stack has blocks or a size that the kernel cannot read; widen it first")
     if config is None:
-        config = ExpertsConfig.choose(tokens, inner, width)
+        config = ExpertsConfig.choose(tokens, inner, width, _block(gate), _block(down))
     pairs = tokens * per_token
     # Rows past the pairs take what is computed for tokens that did not choose the expert.
     rows = max(16, pl.next_power_of_2(tokens))
     flat = jnp.pad(experts.reshape(-1), (0, pl.next_power_of_2(pairs) - pairs), constant_values=-1)
 
-    def call(body, blocks, size, dtype, *args):
+    def call(body, blocks, size, dtype, *tree):
+        args, structure = jax.tree.flatten(tree)
+
         def kernel(*refs):
-            body(*refs, tokens=tokens, per_token=per_token, rows=rows, config=config)
+            ins = jax.tree.unflatten(structure, refs[:-1])
+            body(*ins, refs[-1], tokens=tokens, per_token=per_token, rows=rows, config=config)
 
         return pl.pallas_call(
             kernel,
@@ -111,9 +147,41 @@ def _chosen(flat_ref, tokens, per_token, rows):
     return expert, first, jnp.where(at < 0, tokens * per_token + token, at), at >= 0
 
 
+def _block(stack: jax.Array | QArray) -> tuple[int, int]:
+    """Rows and columns of a scale that a tile must not cross; 0: any."""
+    if not isinstance(stack, QArray):
+        return 0, 0
+    return (0, 0) if stack.packed else stack.block
+
+
 def _dot(weights, values):
     exact = jax.lax.Precision.HIGHEST if values.dtype == jnp.float32 else None
     return plt.dot(weights.astype(values.dtype), values, trans_b=True, precision=exact)
+
+
+def _product(w, expert, rows, step, depth, read):
+    """Rows (begin, size) of one expert's matrix times the values of a step along the sum, `[size, tokens]` float32.
+
+    `read(start, size, stride)` gives values `[tokens, size]`.
+    """
+    begin, size = rows
+    first, across = step * depth, pl.ds(begin, size)
+    if not isinstance(w, QArray):
+        return _dot(w[expert, across, pl.ds(first, depth)], read(first, depth, 1))
+    if not w.packed:
+        scale = w.scales[expert, begin // w.block[0], first // w.block[1]]
+        return scale * _dot(w.values[expert, across, pl.ds(first, depth)], read(first, depth, 1))
+    # A byte holds values of two columns, which meet two strides of the tokens.
+    half = depth // 2
+    packed = w.values[expert, across, pl.ds(first // 2, half)]
+    column = first // w.block[1] + jnp.arange(half, dtype=jnp.int32) * 2 // w.block[1]
+    row = begin + jnp.arange(size, dtype=jnp.int32)
+    scales = w.scales[expert, row[:, None], column[None, :]].astype(jnp.float32)
+    parts = [
+        _dot((number * scales).astype(jnp.float32), read(first + odd, half, 2))
+        for odd, number in enumerate(unpack_e2m1(packed))
+    ]
+    return w.factor[expert] * (parts[0] + parts[1])
 
 
 def _into(x_ref, flat_ref, gate_ref, up_ref, out_ref, *, tokens, per_token, rows, config):
@@ -122,12 +190,13 @@ def _into(x_ref, flat_ref, gate_ref, up_ref, out_ref, *, tokens, per_token, rows
     begin = pl.program_id(0) * config.into
     token = jnp.minimum(jnp.arange(rows, dtype=jnp.int32), tokens - 1)
 
+    def read(start, size, stride):
+        return x_ref[token, pl.ds(start, size, stride)]
+
     def step(i, acc):
-        along = pl.ds(i * config.depth, config.depth)
-        x = x_ref[token, along]
-        gate = gate_ref[expert, pl.ds(begin, config.into), along]
-        up = up_ref[expert, pl.ds(begin, config.into), along]
-        return acc[0] + _dot(gate, x), acc[1] + _dot(up, x)
+        rows = begin, config.into
+        gate, up = (_product(w, expert, rows, i, config.depth, read) for w in (gate_ref, up_ref))
+        return acc[0] + gate, acc[1] + up
 
     @pl.when(first)
     def _():
@@ -146,9 +215,11 @@ def _out(hidden_ref, flat_ref, down_ref, out_ref, *, tokens, per_token, rows, co
     # The spare rows hold what was left there; whatever it is stays in its own row.
     source = jnp.where(real, pair, 0)
 
+    def read(start, size, stride):
+        return hidden_ref[source, pl.ds(start, size, stride)]
+
     def step(i, acc):
-        along = pl.ds(i * config.depth, config.depth)
-        return acc + _dot(down_ref[expert, pl.ds(begin, config.out), along], hidden_ref[source, along])
+        return acc + _product(down_ref, expert, (begin, config.out), i, config.depth, read)
 
     @pl.when(first)
     def _():

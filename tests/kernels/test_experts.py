@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.pallas_kernels.experts import MOST_TOKENS, experts_ffn
-from dcpjax.pallas_kernels.experts_triton import ExpertsConfig
+from dcpjax.pallas_kernels.experts import MOST_TOKENS, experts_ffn, fitting
+from dcpjax.pallas_kernels.experts_triton import ExpertsConfig, served
 from dcpjax.quant import QArray, plain
 from tests.kernels.base import BACKENDS, fresh, lower_for_h200, same_bits
 
@@ -111,24 +111,89 @@ def test_other_sizes_are_refused():
         experts_ffn(*make(1, 1, 2, 16, 16, jnp.float32), backend="mosaic")
 
 
+def quantised(packed, experts, out, into, block=None):
+    """A stack and its scales; those of experts that are not to be read can be spoiled by the caller."""
+    rng = fresh("quantised", packed, experts, out, into)
+    shape, scale = (experts, out, into), into**-0.5
+    if not packed:
+        rows, columns = block or (128, 128)
+        values = rng.normal(size=shape).astype(jnp.float8_e4m3fn)
+        scales = rng.uniform(0.5, 2, (experts, -(-out // rows), -(-into // columns))).astype(np.float32) * scale
+        return QArray(jnp.asarray(values), jnp.asarray(scales), None, (rows, columns))
+    columns = block or 16
+    values = rng.integers(0, 256, (experts, out, into // 2), np.uint8)
+    scales = rng.uniform(0.5, 2, (experts, out, into // columns)).astype(jnp.float8_e4m3fn)
+    factor = (rng.uniform(0.2, 0.5, experts) * scale).astype(np.float32)
+    return QArray(jnp.asarray(values), jnp.asarray(scales), jnp.asarray(factor), (1, columns))
+
+
+# packed, tokens, inner, width, blocks of the stacks into and out of the hidden layer, dtype
+QUANTISED = [
+    (False, 5, 128, 256, (128, 128), (128, 128), jnp.float32),
+    (False, 17, 48, 64, (16, 64), (32, 16), jnp.float32),
+    (False, 1, 256, 192, None, None, jnp.bfloat16),
+    (True, 5, 64, 128, None, None, jnp.float32),
+    (True, 17, 32, 96, 8, 4, jnp.float32),
+    (True, 3, 128, 64, None, None, jnp.bfloat16),
+]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("packed", [False, True], ids=["fp8", "nvfp4"])
-def test_quantised_stacks_are_widened(backend, packed):
-    """The same bits as with the wide stacks."""
-    x, chosen, weight, *_ = make(5, 2, 4, 32, 64, jnp.float32)
-    rng = np.random.default_rng(3)
-
-    def stack(out, into):
-        if not packed:
-            values = rng.normal(size=(4, out, into)).astype(jnp.float8_e4m3fn)
-            return QArray(jnp.asarray(values), rng.random((4, out // 16, into // 32), np.float32), None, (16, 32))
-        values = rng.integers(0, 256, (4, out, into // 2), np.uint8)
-        scales = rng.random((4, out, into // 16)).astype(jnp.float8_e4m3fn)
-        return QArray(jnp.asarray(values), jnp.asarray(scales), rng.random(4, np.float32), (1, 16))
-
-    stacks = stack(32, 64), stack(32, 64), stack(64, 32)
-    call = jax.jit(experts_ffn, static_argnames="backend")
-    same_bits(
-        call(x, chosen, weight, *stacks, backend=backend),
-        call(x, chosen, weight, *plain(stacks, jnp.float32), backend=backend),
+@pytest.mark.parametrize("case", QUANTISED, ids=lambda case: f"{'nvfp4' if case[0] else 'fp8'}-{case[1]}x{case[2]}")
+def test_quantised_stacks_equal_wide_ones(case, backend):
+    packed, tokens, inner, width, into_block, out_block, dtype = case
+    x, chosen, weight, *_ = make(tokens, 2, 4, inner, width, dtype)
+    stacks = (
+        quantised(packed, 4, inner, width, into_block),
+        quantised(packed, 4, inner, width, into_block),
+        quantised(packed, 4, width, inner, out_block),
     )
+    call = jax.jit(experts_ffn, static_argnames="backend")
+    got = call(x, chosen, weight, *stacks, backend=backend)
+    want = oracle(x, chosen, weight, *plain(stacks, jnp.float32))
+    assert got.dtype == dtype and relative(got, want) < (1e-5 if dtype == jnp.float32 else 1e-2)
+    same_bits(got, call(x, chosen, weight, *stacks, backend=backend))
+
+
+def test_quantised_stacks_are_widened_for_the_reference():
+    x, chosen, weight, *_ = make(5, 2, 4, 32, 64, jnp.float32)
+    stacks = quantised(False, 4, 32, 64), quantised(True, 4, 32, 64), quantised(False, 4, 64, 32)
+    same_bits(experts_ffn(x, chosen, weight, *stacks), experts_ffn(x, chosen, weight, *plain(stacks, jnp.float32)))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["fp8", "nvfp4"])
+@pytest.mark.parametrize("tokens, inner", [(1, 2048), (16, 256), (64, 256), (64, 2048)])
+def test_quantised_stacks_lower_for_h200(packed, tokens, inner):
+    def shapes(out, into):
+        width, columns = (into // 2, 16) if packed else (into, 128)
+        rows = 1 if packed else 128
+        scale = jnp.float8_e4m3fn if packed else jnp.float32
+        return QArray(
+            jax.ShapeDtypeStruct((8, out, width), jnp.uint8 if packed else jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((8, out // rows, into // columns), scale),
+            jax.ShapeDtypeStruct((8,), jnp.float32) if packed else None,
+            (rows, columns),
+        )
+
+    stacks = shapes(inner, 6144), shapes(inner, 6144), shapes(6144, inner)
+    x = jax.ShapeDtypeStruct((tokens, 6144), jnp.bfloat16)
+    chosen, weight = (jax.ShapeDtypeStruct((tokens, 8), t) for t in (jnp.int32, jnp.float32))
+    assert lower_for_h200(lambda *args: experts_ffn(*args, backend="triton"), x, chosen, weight, *stacks)
+
+
+def test_stacks_that_the_kernel_cannot_read():
+    """Blocks that are cut too small; arrays of bytes whose offsets do not fit; and what serves them then."""
+    x = jax.ShapeDtypeStruct((4, 64), jnp.bfloat16)
+    small = quantised(False, 4, 32, 64, (8, 64))
+    assert not served(small) and served(quantised(False, 4, 32, 64)) and served(jnp.zeros((4, 24, 8)))
+    values = jax.ShapeDtypeStruct((256, 2048, 6144), jnp.float8_e4m3fn)  # 3 GiB
+    assert not served(QArray(values, None)) and served(
+        QArray(jax.ShapeDtypeStruct((128, 2048, 6144), values.dtype), None)
+    )
+    assert not served(quantised(True, 4, 32, 48))
+    assert fitting("triton", x, small, small, quantised(False, 4, 64, 32)) == "xla"
+    assert fitting("triton", x, *(quantised(True, 4, 32, 64),) * 2, quantised(True, 4, 64, 32)) == "triton"
+    with pytest.raises(NotImplementedError, match="widen it first"):
+        experts_ffn(
+            *make(1, 1, 4, 32, 64, jnp.float32)[:3], small, small, quantised(False, 4, 64, 32), backend="triton"
+        )
