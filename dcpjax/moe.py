@@ -89,25 +89,29 @@ def own_experts(experts: jax.Array, num_own: int) -> jax.Array:
 def moe_ffn(
     x: jax.Array, experts: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array,
     shared_gate: jax.Array, shared_up: jax.Array, shared_down: jax.Array, plan: MeshPlan, backend: str = "xla",
+    layer: jax.Array | int = 0,
 ) -> jax.Array:  # fmt: skip
     """Routed experts plus the shared one on `x [T, D]`, in its dtype; `experts [T, k]` int32 with `weight [T, k]`
-    float32; expert stacks `[E, I, D]`, `[E, I, D]`, `[E, D, I]`, where E may be padded, plain or quantised.
+    float32; stacks of the experts of N layers, `[N, E, I, D]`, `[N, E, I, D]`, `[N, E, D, I]`, plain or quantised, where E
+    may be padded and `layer` is the one to use. The shared expert's are that layer's.
 
     `backend`: of `experts_ffn`, which serves as many tokens and as wide experts as its kernel has.
     """
 
-    def body(x, experts, weight, gate, up, down, *shared):
+    def body(layer, x, experts, weight, gate, up, down, *shared):
         if plan.expert_parallel:
-            experts = own_experts(experts, gate.shape[0])
+            experts = own_experts(experts, gate.shape[1])
         if backend == "xla" and plan.platform == "cpu":
-            routed = experts_everywhere(x, experts, weight, gate, up, down)
+            routed = experts_everywhere(x, experts, weight, *jax.tree.map(lambda a: a[layer], (gate, up, down)))
         else:
             chosen = fitting(backend, x, gate, up, down)
-            routed = experts_ffn(x, experts, weight, gate, up, down, backend=chosen)
+            routed = experts_ffn(x, experts, weight, gate, up, down, layer=layer, backend=chosen)
         return collectives.sum_devices(routed + swiglu(x, *shared))
 
     into, out, whole = plan.spec("width", None), plan.spec(None, "width"), plan.spec()
-    stack_into, stack_out = plan.spec("experts", "expert_width", None), plan.spec("experts", None, "expert_width")
+    stack_into = plan.spec(None, "experts", "expert_width", None)
+    stack_out = plan.spec(None, "experts", None, "expert_width")
     weights = gate, up, down, shared_gate, shared_up, shared_down
     parts = map(specs, weights, (stack_into, stack_into, stack_out, into, into, out))
-    return plan.per_device(body, (whole, whole, whole, *parts), whole)(x, experts, weight, *weights)
+    ins = (jnp.asarray(layer, jnp.int32), x, experts, weight, *weights)
+    return plan.per_device(body, (whole, whole, whole, whole, *parts), whole)(*ins)

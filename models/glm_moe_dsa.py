@@ -172,7 +172,10 @@ def _ffn(layers: Layers, kind: LayerKind, place: Place, x: jax.Array, net: Netwo
     if not kind.sparse:
         w = jax.tree.map(lambda x: x[place.dense], layers.dense)
         return moe.dense_ffn(x, w.gate, w.up, w.down, net.plan)
-    w, m = jax.tree.map(lambda x: x[place.sparse], layers.moe), net.cfg.moe
+    # The experts stay in their stacks: kernels read what they need from there.
+    stacks, m = (layers.moe.gate, layers.moe.up, layers.moe.down), net.cfg.moe
+    rest = layers.moe.replace(gate=None, up=None, down=None)
+    w = jax.tree.map(lambda x: x[place.sparse], rest)
     experts, weight = moe.route(
         x,
         w.router,
@@ -183,8 +186,8 @@ def _ffn(layers: Layers, kind: LayerKind, place: Place, x: jax.Array, net: Netwo
         norm_topk=m.norm_topk,
         scale=m.scale,
     )
-    stacks = w.gate, w.up, w.down, w.shared_gate, w.shared_up, w.shared_down
-    return moe.moe_ffn(x, experts, weight, *stacks, net.plan, net.options.kernels.experts)
+    shared = w.shared_gate, w.shared_up, w.shared_down
+    return moe.moe_ffn(x, experts, weight, *stacks, *shared, net.plan, net.options.kernels.experts, place.sparse)
 
 
 def logits(params: Params, hidden: jax.Array, net: Network) -> jax.Array:

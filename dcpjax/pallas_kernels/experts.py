@@ -22,7 +22,7 @@ def fitting(
     "triton" is meant up to `MOST_TOKENS`, and "mosaic" above and where the triton kernel has not these widths; "xla" is
     what is left. Others stay what they are.
     """
-    (tokens, width), inner, dtype = x.shape, gate.shape[1], x.dtype
+    (tokens, width), inner, dtype = x.shape, gate.shape[-2], x.dtype
     if backend not in ("triton", "mosaic"):
         return backend
     fits = tokens <= MOST_TOKENS and width % 16 == 0 and inner % 16 == 0
@@ -35,22 +35,25 @@ def fitting(
 
 def experts_ffn(
     x: jax.Array, experts: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array,
-    *, config: ExpertsConfig | None = None, backend: str = "xla",
+    *, layer: jax.Array | int | None = None, config: ExpertsConfig | None = None, backend: str = "xla",
 ) -> jax.Array:  # fmt: skip
     """`Σ_j weight[t, j] · down_e (silu(gate_e x_t) * (up_e x_t))`, e = `experts[t, j]`: `[T, D]` in x's dtype.
 
     `x [T, D]`; `experts [T, k]` int32, different ones in a row, −1 for one that is left out; `weight [T, k]` float32;
-    stacks `gate`, `up [E, I, D]`, `down [E, D, I]`, plain or quantised. `backend` is "xla", "triton" (at most
-    `MOST_TOKENS` tokens; "interpret" for tests) or "mosaic" (any number). Raises `NotImplementedError` where the kernel
-    does not serve these shapes.
+    stacks `gate`, `up [E, I, D]`, `down [E, D, I]`, plain or quantised, or with a `layer` those of all layers, `[N, …]`.
+    `backend` is "xla", "triton" (at most `MOST_TOKENS` tokens; "interpret" for tests) or "mosaic" (any number). Raises
+    `NotImplementedError` where the kernel does not serve these shapes.
     """
+    stacks = gate, up, down
     if backend in ("triton", "interpret"):
-        return experts_triton(x, experts, weight, gate, up, down, config, backend == "interpret")
-    # The others read no quantised stacks: a copy of one layer's experts is made.
-    gate, up, down = plain((gate, up, down), x.dtype)
-    if backend == "mosaic":
-        return _experts_ragged(x, experts, weight, gate, up, down, _mosaic)
-    return _experts_ragged(x, experts, weight, gate, up, down, _ragged)
+        if layer is None:
+            layer, stacks = 0, jax.tree.map(lambda a: a[None], stacks)
+        return experts_triton(x, experts, weight, *stacks, layer, config, backend == "interpret")
+    if layer is not None:
+        stacks = jax.tree.map(lambda a: a[layer], stacks)
+    # No other reads quantised stacks: a copy of one layer's experts is made.
+    stacks = plain(stacks, x.dtype)
+    return _experts_ragged(x, experts, weight, *stacks, _mosaic if backend == "mosaic" else _ragged)
 
 
 def _experts_ragged(x, experts, weight, gate, up, down, product):

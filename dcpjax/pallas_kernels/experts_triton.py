@@ -81,14 +81,16 @@ def _fit(most: int, size: int, what: str) -> int:
 
 def experts_triton(
     x: jax.Array, experts: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array,
-    config: ExpertsConfig | None = None, interpret: bool = False,
+    layer: jax.Array | int, config: ExpertsConfig | None = None, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """`experts_ffn` on the Triton backend, with its shapes and dtypes: `x [T, D]` → `[T, D]`.
+    """`experts_ffn` on the Triton backend, with its shapes and dtypes: `x [T, D]` → `[T, D]`. The stacks are those of all
+    layers, `[N, E, …]`, plain or quantised: cutting one out would copy it.
 
-    Raises `NotImplementedError` for more than `MOST_TOKENS` tokens or widths that are no multiples of 16.
+    Raises `NotImplementedError` for more than `MOST_TOKENS` tokens, widths that are no multiples of 16, or quantised
+    stacks that are not `served`.
     """
     tokens, width = x.shape
-    per_token, inner = experts.shape[1], gate.shape[1]
+    per_token, inner = experts.shape[1], gate.shape[-2]
     if tokens > MOST_TOKENS:
         raise NotImplementedError(
             f"{tokens} tokens: the kernel serves at most {MOST_TOKENS}; use backend mosaic or xla"
@@ -120,8 +122,9 @@ def experts_triton(
             name=f"experts_{body.__name__.strip('_')}",
         )(*args)
 
-    hidden = call(_into, inner // config.into, inner, x.dtype, x, flat, gate, up)
-    out = call(_out, width // config.out, width, jnp.float32, hidden, flat, down)
+    at = jnp.asarray(layer, jnp.int32).reshape(1)
+    hidden = call(_into, inner // config.into, inner, x.dtype, x, flat, at, gate, up)
+    out = call(_out, width // config.out, width, jnp.float32, hidden, flat, at, down)
     return weighted_sum(out[:pairs].reshape(tokens, per_token, width), experts, weight).astype(x.dtype)
 
 
@@ -159,32 +162,32 @@ def _dot(weights, values):
     return plt.dot(weights.astype(values.dtype), values, trans_b=True, precision=exact)
 
 
-def _product(w, expert, rows, step, depth, read):
-    """Rows (begin, size) of one expert's matrix times the values of a step along the sum, `[size, tokens]` float32.
+def _product(w, place, rows, step, depth, read):
+    """Rows (begin, size) of the matrix at `place` (layer, expert) times the values of a step along the sum, `[size, tokens]` float32.
 
     `read(start, size, stride)` gives values `[tokens, size]`.
     """
     begin, size = rows
     first, across = step * depth, pl.ds(begin, size)
     if not isinstance(w, QArray):
-        return _dot(w[expert, across, pl.ds(first, depth)], read(first, depth, 1))
+        return _dot(w[*place, across, pl.ds(first, depth)], read(first, depth, 1))
     if not w.packed:
-        scale = w.scales[expert, begin // w.block[0], first // w.block[1]]
-        return scale * _dot(w.values[expert, across, pl.ds(first, depth)], read(first, depth, 1))
+        scale = w.scales[*place, begin // w.block[0], first // w.block[1]]
+        return scale * _dot(w.values[*place, across, pl.ds(first, depth)], read(first, depth, 1))
     # A byte holds values of two columns, which meet two strides of the tokens.
     half = depth // 2
-    packed = w.values[expert, across, pl.ds(first // 2, half)]
+    packed = w.values[*place, across, pl.ds(first // 2, half)]
     column = first // w.block[1] + jnp.arange(half, dtype=jnp.int32) * 2 // w.block[1]
     row = begin + jnp.arange(size, dtype=jnp.int32)
-    scales = w.scales[expert, row[:, None], column[None, :]].astype(jnp.float32)
+    scales = w.scales[*place, row[:, None], column[None, :]].astype(jnp.float32)
     parts = [
         _dot((number * scales).astype(jnp.float32), read(first + odd, half, 2))
         for odd, number in enumerate(unpack_e2m1(packed))
     ]
-    return w.factor[expert] * (parts[0] + parts[1])
+    return w.factor[*place] * (parts[0] + parts[1])
 
 
-def _into(x_ref, flat_ref, gate_ref, up_ref, out_ref, *, tokens, per_token, rows, config):
+def _into(x_ref, flat_ref, layer_ref, gate_ref, up_ref, out_ref, *, tokens, per_token, rows, config):
     """`silu(gate x) * (up x)` of one expert and `into` hidden values, in the rows of its pairs."""
     expert, first, pair, _ = _chosen(flat_ref, tokens, per_token, rows)
     begin = pl.program_id(0) * config.into
@@ -194,8 +197,8 @@ def _into(x_ref, flat_ref, gate_ref, up_ref, out_ref, *, tokens, per_token, rows
         return x_ref[token, pl.ds(start, size, stride)]
 
     def step(i, acc):
-        rows = begin, config.into
-        gate, up = (_product(w, expert, rows, i, config.depth, read) for w in (gate_ref, up_ref))
+        rows, place = (begin, config.into), (layer_ref[0], expert)
+        gate, up = (_product(w, place, rows, i, config.depth, read) for w in (gate_ref, up_ref))
         return acc[0] + gate, acc[1] + up
 
     @pl.when(first)
@@ -208,7 +211,7 @@ def _into(x_ref, flat_ref, gate_ref, up_ref, out_ref, *, tokens, per_token, rows
         out_ref[pair, pl.ds(begin, config.into)] = hidden.T.astype(out_ref.dtype)
 
 
-def _out(hidden_ref, flat_ref, down_ref, out_ref, *, tokens, per_token, rows, config):
+def _out(hidden_ref, flat_ref, layer_ref, down_ref, out_ref, *, tokens, per_token, rows, config):
     """`down` of one expert times the hidden values of its pairs, `out` values of each."""
     expert, first, pair, real = _chosen(flat_ref, tokens, per_token, rows)
     begin = pl.program_id(0) * config.out
@@ -219,7 +222,8 @@ def _out(hidden_ref, flat_ref, down_ref, out_ref, *, tokens, per_token, rows, co
         return hidden_ref[source, pl.ds(start, size, stride)]
 
     def step(i, acc):
-        return acc + _product(down_ref, expert, (begin, config.out), i, config.depth, read)
+        place = layer_ref[0], expert
+        return acc + _product(down_ref, place, (begin, config.out), i, config.depth, read)
 
     @pl.when(first)
     def _():

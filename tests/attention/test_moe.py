@@ -45,8 +45,8 @@ def oracle() -> np.ndarray:
 
 
 def program(plan: MeshPlan, backend: str):
-    w = jax.tree.map(lambda a: a[0], pad_to(toy.params(CONFIG), CONFIG, plan).layers.moe)
-    stacks = w.gate, w.up, w.down, w.shared_gate, w.shared_up, w.shared_down
+    w = pad_to(toy.params(CONFIG), CONFIG, plan).layers.moe
+    stacks = w.gate, w.up, w.down, w.shared_gate[0], w.shared_up[0], w.shared_down[0]
     return jax.jit(functools.partial(moe.moe_ffn, plan=plan, backend=backend)), (*inputs(), *stacks)
 
 

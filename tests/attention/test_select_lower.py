@@ -52,11 +52,11 @@ def test_experts_lower_for_h200s(devices, tokens, kernel):
     plan, shape = plan_of(devices), jax.ShapeDtypeStruct
     experts, inner, width, bf16 = 8, 512, 1024, jnp.bfloat16
     stacks = [
-        shape((experts, inner, width), bf16),
-        shape((experts, inner, width), bf16),
-        shape((experts, width, inner), bf16),
+        shape((3, experts, inner, width), bf16),
+        shape((3, experts, inner, width), bf16),
+        shape((3, experts, width, inner), bf16),
     ]
     shared = [shape((inner, width), bf16), shape((inner, width), bf16), shape((width, inner), bf16)]
     chosen = shape((tokens, 4), jnp.int32), shape((tokens, 4), jnp.float32)
-    call = functools.partial(moe_ffn, plan=plan, backend="triton")
+    call = functools.partial(moe_ffn, plan=plan, backend="triton", layer=1)
     assert kernel in lowered(call, plan, shape((tokens, width), bf16), *chosen, *stacks, *shared)

@@ -155,6 +155,20 @@ def test_quantised_stacks_equal_wide_ones(case, backend):
     same_bits(got, call(x, chosen, weight, *stacks, backend=backend))
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "xla"])
+@pytest.mark.parametrize("packed", [None, False, True], ids=["plain", "fp8", "nvfp4"])
+def test_stacks_of_all_layers(backend, packed):
+    """What one layer's stacks give; the other layers are not read."""
+    x, chosen, weight, *wide = make(5, 2, 4, 32, 64, jnp.float32)
+    one = tuple(wide) if packed is None else tuple(quantised(packed, 4, *s) for s in ((32, 64), (32, 64), (64, 32)))
+    one = jax.tree.map(jnp.nan_to_num, one) if packed is None else one
+    other = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan) if a.dtype == jnp.float32 else jnp.zeros_like(a), one)
+    stacks = jax.tree.map(lambda a, b: jnp.stack([b, a, b]), one, other)
+    call = jax.jit(experts_ffn, static_argnames="backend")
+    want = call(x, chosen, weight, *one, backend=backend)
+    same_bits(call(x, chosen, weight, *stacks, layer=jnp.int32(1), backend=backend), want)
+
+
 def test_quantised_stacks_are_widened_for_the_reference():
     x, chosen, weight, *_ = make(5, 2, 4, 32, 64, jnp.float32)
     stacks = quantised(False, 4, 32, 64), quantised(True, 4, 32, 64), quantised(False, 4, 64, 32)
