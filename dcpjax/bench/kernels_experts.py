@@ -1,6 +1,7 @@
-"""The routed experts of one layer in bfloat16. Prediction: each chosen expert is read once, at 4.4 TB/s."""
+"""The routed experts of one layer, in bfloat16 and quantised. Prediction: each chosen expert is read once, at 4.4 TB/s."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,8 @@ import numpy as np
 
 from dcpjax.bench.chain import Case
 from dcpjax.pallas_kernels.experts import MOST_TOKENS, experts_ffn
+from dcpjax.quant import QArray
+from models.stored import FP8, NVFP4, Format
 
 EXPERTS, PER_TOKEN, INNER, WIDTH = 256, 8, 2048, 6144
 TOKENS = (1, 4, 16, 64, 256)
@@ -15,22 +18,41 @@ CONTIGUOUS_CEILING = 4.4e12
 
 
 def cases(tokens: tuple[int, ...] = TOKENS, arms: tuple[str, ...] = ("triton", "mosaic", "xla")) -> list[Case]:
-    """One for every number of tokens and arm. Routing is uniform."""
+    """One for every number of tokens and arm, and for quantised stacks those that read them as they are. Routing is
+    uniform."""
     found = []
     for count in tokens:
-        active = len(np.unique(_routing(count)))
-        nbytes = active * 3 * INNER * WIDTH * 2
         for arm in arms:
-            if arm == "triton" and count > MOST_TOKENS:
-                continue
-
-            def call(number, x, experts, share, gate, up, down, arm=arm):
-                return experts_ffn(x, experts, share, gate, up, down, backend=arm)
-
-            calls, shape = 20 if arm == "triton" else 4, {"tokens": count, "active": active}
-            inputs = functools.partial(_inputs, count)
-            found.append(Case("experts", arm, shape, call, inputs, nbytes, nbytes / CONTIGUOUS_CEILING * 1e6, calls))
+            for form in (None, FP8, NVFP4):
+                if (arm == "triton" and count > MOST_TOKENS) or (arm != "triton" and form is not None):
+                    continue
+                found.append(_case(count, arm, form))
     return found
+
+
+def _case(tokens: int, arm: str, form: Format | None) -> Case:
+    def call(number, x, experts, share, gate, up, down):
+        layer = None if form is None else number % _layers(form)
+        return experts_ffn(x, experts, share, gate, up, down, layer=layer, backend=arm)
+
+    active = len(np.unique(_routing(tokens)))
+    nbytes = active * 3 * INNER * WIDTH * _bytes_a_value(form)
+    shape = {"tokens": tokens, "active": active} | ({} if form is None else {"stacks": form.name})
+    inputs = functools.partial(_inputs, tokens, form)
+    calls = 20 if arm == "triton" else 4
+    return Case("experts", arm, shape, call, inputs, nbytes, nbytes / CONTIGUOUS_CEILING * 1e6, calls)
+
+
+def _layers(form: Format) -> int:
+    """Layers in a stack: of 2 to 4 GiB, the kernel could not have the offsets."""
+    return 2 * form.per_byte
+
+
+def _bytes_a_value(form: Format | None) -> float:
+    """With its share of the scales."""
+    if form is None:
+        return 2.0
+    return 1 / form.per_byte + form.scales.itemsize / (form.block[0] * form.block[1])
 
 
 def _routing(tokens: int) -> np.ndarray:
@@ -38,14 +60,26 @@ def _routing(tokens: int) -> np.ndarray:
     return np.stack([rng.permutation(EXPERTS)[:PER_TOKEN] for _ in range(tokens)]).astype(np.int32)
 
 
-def _inputs(tokens: int) -> tuple[jax.Array, ...]:
+def _inputs(tokens: int, form: Format | None) -> tuple[Any, ...]:
     """Random tokens, their experts and weights, and the stacks of gate, up and down."""
     x = jax.random.normal(jax.random.key(9), (tokens, WIDTH), jnp.bfloat16)
     share = jax.random.uniform(jax.random.key(8), (tokens, PER_TOKEN))
     shapes = ((EXPERTS, INNER, WIDTH), (EXPERTS, INNER, WIDTH), (EXPERTS, WIDTH, INNER))
-    return x, jnp.asarray(_routing(tokens)), share, *(_stack(jax.random.key(i), s) for i, s in enumerate(shapes))
+    make = _stack if form is None else functools.partial(_quantised, form)
+    return x, jnp.asarray(_routing(tokens)), share, *(make(jax.random.key(i), s) for i, s in enumerate(shapes))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _stack(key, shape):
     return jax.random.normal(key, shape, jnp.bfloat16) * 0.02
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _quantised(form, key, shape):
+    experts, out, into = shape
+    lead = (_layers(form), experts)
+    # The second bit of e4m3 is never set: no NaN, and numbers below 2.
+    codes = jax.random.bits(key, (*lead, out, into // form.per_byte), jnp.uint8) & (255 if form is NVFP4 else 191)
+    values = codes if form is NVFP4 else jax.lax.bitcast_convert_type(codes, form.values)
+    scales = jnp.full((*lead, -(-out // form.block[0]), -(-into // form.block[1])), 0.02, form.scales)
+    return QArray(values, scales, jnp.ones(lead) if form.factor else None, form.block)
