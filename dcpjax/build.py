@@ -20,7 +20,7 @@ from dcpjax.errors import ConfigError, MemoryLimitError
 from dcpjax.kernels import Kernels
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import MeshPlan, make_plan
-from dcpjax.pallas_kernels.experts import MOST_TOKENS
+from dcpjax.pallas_kernels.experts_triton import MOST_TOKENS
 from dcpjax.runner import Runner
 from dcpjax.spec import Speculation
 from models import weights

@@ -124,9 +124,9 @@ def _arguments(ready: Resolved, form_of: FormOf, shape: StepShape) -> tuple:
 
 
 def _trace(ready: Resolved, form_of: FormOf, shape: StepShape) -> jax.extend.core.ClosedJaxpr:
-    # What the experts' kernels hold is the same, and some take seconds to trace.
+    # What kernels of stored weights hold is the same, and some take seconds to trace.
     options = ready.net.options
-    options = dataclasses.replace(options, kernels=options.kernels.replaced({"experts": "xla"}))
+    options = dataclasses.replace(options, kernels=options.kernels.replaced({"experts": "xla", "projections": "xla"}))
     net = dataclasses.replace(ready.net, options=options)
     run = functools.partial(steps.step, shape=shape, net=net, spec=ready.speculation)
     return jax.make_jaxpr(run)(*_arguments(ready, form_of, shape))

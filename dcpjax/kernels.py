@@ -20,6 +20,7 @@ CHOICES = {
     "indexer": ("xla", "triton", "interpret"),
     "topk": ("xla", "triton", "interpret"),
     "experts": ("xla", "triton", "mosaic", "interpret"),
+    "projections": ("xla", "triton", "interpret"),
 }
 
 
@@ -28,7 +29,7 @@ class Kernels:
     """An implementation for each operation: "xla" everywhere, "triton" and "mosaic" on GPUs, "interpret" for tests.
 
     sparse_mla: attention over selected rows. merge: the sum of ranks' parts after an all-to-all. indexer, topk: scores
-    and selection. experts: routed experts. invariant: lists are split at fixed places, so that the bits of a token's
+    and selection. experts: routed experts. projections: dense products with quantised matrices. invariant: lists are split at fixed places, so that the bits of a token's
     attention do not depend on the tokens beside it. Raises `ConfigError` for other names.
     """
 
@@ -37,6 +38,7 @@ class Kernels:
     indexer: str = "xla"
     topk: str = "xla"
     experts: str = "xla"
+    projections: str = "xla"
     invariant: bool = False
 
     def __post_init__(self):
@@ -65,6 +67,7 @@ class Kernels:
             topk="triton",
             # By tokens and widths, which differ from step to step: see `fitting` there.
             experts="triton",
+            projections="triton",
         )
 
     @classmethod

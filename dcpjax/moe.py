@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from dcpjax import collectives
 from dcpjax.mesh import MeshPlan
 from dcpjax.pallas_kernels.experts import experts_ffn, fitting
-from dcpjax.quant import einsum, linear, specs
+from dcpjax.projections import on_device
+from dcpjax.quant import einsum, specs
 
 
 def embed(table: jax.Array, tokens: jax.Array, plan: MeshPlan) -> jax.Array:
@@ -27,20 +28,24 @@ def embed(table: jax.Array, tokens: jax.Array, plan: MeshPlan) -> jax.Array:
     return plan.per_device(body, (plan.spec("vocab", None), plan.spec()), plan.spec())(table, tokens)
 
 
-def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """`down · (silu(gate · x) * (up · x))` of `x [T, D]`, in its dtype; weights `[F, D]`, `[F, D]`, `[D, F]`.
+def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, backend: str = "xla") -> jax.Array:
+    """`down · (silu(gate · x) * (up · x))` of `x [T, D]`, in its dtype; weights `[F, D]`, `[F, D]`, `[D, F]`. `backend`: of
+    `project`, where it serves them.
 
     Source: Shazeer, GLU Variants Improve Transformer (2020).
     """
-    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
+    hidden = jax.nn.silu(on_device(x, gate, backend)) * on_device(x, up, backend)
+    return on_device(hidden, down, backend)
 
 
-def dense_ffn(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, plan: MeshPlan) -> jax.Array:
+def dense_ffn(
+    x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, plan: MeshPlan, backend: str = "xla"
+) -> jax.Array:
     """`swiglu` of `x [T, D]`, in its dtype, with its width over the mesh."""
     into, out, whole = plan.spec("width", None), plan.spec(None, "width"), plan.spec()
 
     def body(x, gate, up, down):
-        return collectives.sum_devices(swiglu(x, gate, up, down))
+        return collectives.sum_devices(swiglu(x, gate, up, down, backend))
 
     parts = specs(gate, into), specs(up, into), specs(down, out)
     return plan.per_device(body, (whole, *parts), whole)(x, gate, up, down)
@@ -89,13 +94,13 @@ def own_experts(experts: jax.Array, num_own: int) -> jax.Array:
 def moe_ffn(
     x: jax.Array, experts: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array,
     shared_gate: jax.Array, shared_up: jax.Array, shared_down: jax.Array, plan: MeshPlan, backend: str = "xla",
-    layer: jax.Array | int = 0,
+    layer: jax.Array | int = 0, dense: str = "xla",
 ) -> jax.Array:  # fmt: skip
     """Routed experts plus the shared one on `x [T, D]`, in its dtype; `experts [T, k]` int32 with `weight [T, k]`
     float32; stacks of the experts of N layers, `[N, E, I, D]`, `[N, E, I, D]`, `[N, E, D, I]`, plain or quantised, where E
     may be padded and `layer` is the one to use. The shared expert's are that layer's.
 
-    `backend`: of `experts_ffn`, which serves as many tokens and as wide experts as its kernel has.
+    `backend`: of `experts_ffn`, which serves as many tokens and as wide experts as its kernel has; `dense`: of the shared one.
     """
 
     def body(layer, x, experts, weight, gate, up, down, *shared):
@@ -106,7 +111,7 @@ def moe_ffn(
         else:
             chosen = fitting(backend, x, gate, up, down)
             routed = experts_ffn(x, experts, weight, gate, up, down, layer=layer, backend=chosen)
-        return collectives.sum_devices(routed + swiglu(x, *shared))
+        return collectives.sum_devices(routed + swiglu(x, *shared, dense))
 
     into, out, whole = plan.spec("width", None), plan.spec(None, "width"), plan.spec()
     stack_into = plan.spec(None, "experts", "expert_width", None)

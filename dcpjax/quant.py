@@ -1,7 +1,7 @@
 """Matrix products with stored weights: the one place that knows how a weight is represented.
 
-A weight keeps the orientation of the checkpoint, `[out, in]`. It is a plain array or a `QArray`; `linear` and `einsum`
-take both. Products with a quantised one are W8A16 and W4A16: its values are widened and scaled, then multiplied in the
+A weight keeps the orientation of the checkpoint, `[out, in]`. It is a plain array, a `QArray`, or a layer's place in a stack of
+these; `linear` and `einsum` take all. Products with a quantised one are W8A16 and W4A16: its values are widened and scaled, then multiplied in the
 dtype of the activations, which are never quantised.
 """
 
@@ -48,8 +48,38 @@ class QArray:
         return len(self.values)
 
 
-def dequantise(w: jax.Array | QArray, dtype: Any) -> jax.Array:
+@struct.dataclass
+class LayerOf:
+    """One matrix `[out, in]` of a stack `[N, out, in]` that it is not cut out of: kernels read it where it lies, and what
+    knows no such thing cuts it out. layer: its number, an int32 scalar."""
+
+    stack: QArray
+    layer: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        return self.stack.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        """Axes of the matrix."""
+        return self.stack.ndim - 1
+
+    def cut(self) -> QArray:
+        """The matrix by itself."""
+        return jax.tree.map(lambda a: a[self.layer], self.stack)
+
+
+def layer_of(tree: Any, layer: jax.Array | int) -> Any:
+    """A layer's weights out of a tree of stacks `[N, …]`; quantised ones as `LayerOf`."""
+    return jax.tree.map(lambda x: LayerOf(x, layer) if is_quantised(x) else x[layer], tree, is_leaf=is_quantised)
+
+
+def dequantise(w: jax.Array | QArray | LayerOf, dtype: Any) -> jax.Array:
     """The matrices `[…, out, in]` in `dtype`, scaled in float32; a plain array is cast."""
+    if isinstance(w, LayerOf):
+        return dequantise(w.cut(), dtype)
     if not isinstance(w, QArray):
         return w.astype(dtype)
     values = _unpack(w.values) if w.packed else w.values.astype(jnp.float32)
@@ -88,20 +118,22 @@ def is_quantised(x: Any) -> bool:
     return isinstance(x, QArray)
 
 
-def specs(w: jax.Array | QArray, spec: PartitionSpec) -> Any:
+def specs(w: jax.Array | QArray | LayerOf, spec: PartitionSpec) -> Any:
     """`spec` of the matrices `[…, out, in]` as `shard_map` wants it for this representation: one for each array of
     it."""
+    if isinstance(w, LayerOf):
+        return LayerOf(specs(w.stack, PartitionSpec(None, *spec)), PartitionSpec())
     if not isinstance(w, QArray):
         return spec
     return w.replace(values=spec, scales=spec, factor=None if w.factor is None else PartitionSpec(*spec[:-2]))
 
 
-def linear(x: jax.Array, w: jax.Array | QArray) -> jax.Array:
+def linear(x: jax.Array, w: jax.Array | QArray | LayerOf) -> jax.Array:
     """`x [..., in]` times `w [out, in]` → `[..., out]`, accumulated in float32, in x's dtype."""
     return einsum("...i,oi->...o", x, w)
 
 
-def einsum(spec: str, x: jax.Array, w: jax.Array | QArray, out_dtype: Any = None) -> jax.Array:
+def einsum(spec: str, x: jax.Array, w: jax.Array | QArray | LayerOf, out_dtype: Any = None) -> jax.Array:
     """Einsum `spec` of activations `x […]` and one weight, in `out_dtype` (default: x's dtype). Full float32 products:
     TF32 would move discrete choices."""
     dtype = x.dtype if out_dtype is None else out_dtype

@@ -17,7 +17,8 @@ from dcpjax.attention import AttentionOptions, Selection
 from dcpjax.batch import ForwardBatch
 from dcpjax.cache import PagedCache
 from dcpjax.mesh import MeshPlan
-from dcpjax.quant import einsum, linear
+from dcpjax.projections import projected
+from dcpjax.quant import LayerOf, QArray, einsum, layer_of, linear
 from models.config import LayerKind, ModelConfig
 from models.layers import layer_norm, rms_norm, rope
 from models.params import Attention, Layers, Params
@@ -107,10 +108,10 @@ def decoder_layer(
     A full layer makes its own selection unless one is given (frozen draft iterations: then no index key is written).
     """
     cfg, plan = net.cfg, net.plan
-    w = jax.tree.map(lambda x: x[place.layer], layers.attention)
+    w = layer_of(layers.attention, place.layer)
     a, q_low, q = queries(w, h, batch.positions, net)
     with jax.named_scope("project"):
-        kv = linear(a, w.kv_a)
+        kv = project(a, w.kv_a, net)
         latent = rms_norm(kv[:, : cfg.kv_rank], w.kv_norm, cfg.latent_norm_eps)
         key = rope(kv[:, cfg.kv_rank :], batch.positions, cfg.rope_theta)
         row = plan.constrain(jnp.concatenate([latent, key], axis=-1))
@@ -123,10 +124,17 @@ def decoder_layer(
         )
     with jax.named_scope("output"):
         value = attention.heads_sharded(einsum("thl,hvl->thv", out, w.v_b), plan)
-        h = h + plan.constrain(linear(value.reshape(len(h), -1), w.o))
+        h = h + plan.constrain(project(value.reshape(len(h), -1), w.o, net, into="heads"))
     with jax.named_scope("ffn"):
         h = h + plan.constrain(_ffn(layers, kind, place, rms_norm(h, w.post_norm, cfg.norm_eps), net))
     return h, cache, selection
+
+
+def project(
+    x: jax.Array, w: jax.Array | QArray | LayerOf, net: Network, out: str | None = None, into: str | None = None
+) -> jax.Array:
+    """`x [T, in]` times `w [out, in]` → `[T, out]`, in x's dtype; `out` and `into` are the matrix's logical axes."""
+    return projected(x, w, net.plan, net.options.kernels.projections, out, into)
 
 
 def queries(w: Attention, h: jax.Array, positions: jax.Array, net: Network) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -139,8 +147,8 @@ def queries(w: Attention, h: jax.Array, positions: jax.Array, net: Network) -> t
     cfg = net.cfg
     a = rms_norm(h, w.input_norm, cfg.norm_eps)
     with jax.named_scope("project"):
-        q_low = rms_norm(linear(a, w.q_a), w.q_norm, cfg.latent_norm_eps)
-        q = linear(q_low, w.q_b).reshape(len(h), -1, cfg.qk_dim)
+        q_low = rms_norm(project(a, w.q_a, net), w.q_norm, cfg.latent_norm_eps)
+        q = project(q_low, w.q_b, net, out="heads").reshape(len(h), -1, cfg.qk_dim)
         q_rope = rope(q[..., cfg.nope_dim :], positions, cfg.rope_theta)
         q = jnp.concatenate([einsum("thn,hnl->thl", q[..., : cfg.nope_dim], w.k_b), q_rope], axis=-1)
     return a, q_low, attention.heads_sharded(q, net.plan)
@@ -149,10 +157,11 @@ def queries(w: Attention, h: jax.Array, positions: jax.Array, net: Network) -> t
 def _select(layers, at, a, q_low, cache, batch, net):
     """Writes this layer's index keys and chooses the slots each token attends to."""
     cfg, ix, plan = net.cfg, net.cfg.indexer, net.plan
-    w = jax.tree.map(lambda x: x[at], layers.indexer)
+    w = layer_of(layers.indexer, at)
     with jax.named_scope("index"):
-        q = _rope_first(linear(q_low, w.q_b).reshape(len(a), ix.num_heads, ix.head_dim), batch.positions, cfg)
-        k = _rope_first(layer_norm(linear(a, w.k), w.k_norm, w.k_bias, ix.norm_eps), batch.positions, cfg)
+        q = project(q_low, w.q_b, net).reshape(len(a), ix.num_heads, ix.head_dim)
+        q = _rope_first(q, batch.positions, cfg)
+        k = _rope_first(layer_norm(project(a, w.k, net), w.k_norm, w.k_bias, ix.norm_eps), batch.positions, cfg)
         weight = linear(a.astype(jnp.float32), w.head_weight) * (ix.num_heads * ix.head_dim) ** -0.5
         q, k, weight = plan.constrain(q), plan.constrain(k), plan.constrain(weight)
     cache = cache.replace(index=cache.index.write(at, k, batch.write_slots, plan))
@@ -169,13 +178,14 @@ def _rope_first(x: jax.Array, positions: jax.Array, cfg: ModelConfig) -> jax.Arr
 
 
 def _ffn(layers: Layers, kind: LayerKind, place: Place, x: jax.Array, net: Network) -> jax.Array:
+    kernels = net.options.kernels
     if not kind.sparse:
-        w = jax.tree.map(lambda x: x[place.dense], layers.dense)
-        return moe.dense_ffn(x, w.gate, w.up, w.down, net.plan)
+        w = layer_of(layers.dense, place.dense)
+        return moe.dense_ffn(x, w.gate, w.up, w.down, net.plan, kernels.projections)
     # The experts stay in their stacks: kernels read what they need from there.
     stacks, m = (layers.moe.gate, layers.moe.up, layers.moe.down), net.cfg.moe
     rest = layers.moe.replace(gate=None, up=None, down=None)
-    w = jax.tree.map(lambda x: x[place.sparse], rest)
+    w = layer_of(rest, place.sparse)
     experts, weight = moe.route(
         x,
         w.router,
@@ -187,7 +197,8 @@ def _ffn(layers: Layers, kind: LayerKind, place: Place, x: jax.Array, net: Netwo
         scale=m.scale,
     )
     shared = w.shared_gate, w.shared_up, w.shared_down
-    return moe.moe_ffn(x, experts, weight, *stacks, *shared, net.plan, net.options.kernels.experts, place.sparse)
+    chosen = kernels.experts, place.sparse, kernels.projections
+    return moe.moe_ffn(x, experts, weight, *stacks, *shared, net.plan, *chosen)
 
 
 def logits(params: Params, hidden: jax.Array, net: Network) -> jax.Array:

@@ -11,9 +11,8 @@ from dcpjax import moe
 from dcpjax.attention import Selection
 from dcpjax.batch import ForwardBatch
 from dcpjax.cache import PagedCache
-from dcpjax.quant import linear
 from models.config import LayerKind
-from models.glm_moe_dsa import Network, Place, decoder_layer
+from models.glm_moe_dsa import Network, Place, decoder_layer, project
 from models.layers import rms_norm
 from models.params import Params
 
@@ -31,7 +30,7 @@ def draft(
     w, cfg = params.mtp, net.cfg
     token = rms_norm(moe.embed(params.embed, batch.tokens, net.plan), w.token_norm, cfg.norm_eps)
     joined = jnp.concatenate([token, rms_norm(hidden, w.hidden_norm, cfg.norm_eps)], axis=-1)
-    h = net.plan.constrain(linear(joined, w.join))
+    h = net.plan.constrain(project(joined, w.join, net))
     kind = LayerKind(full=True, sparse=True)
     h, cache, selection = decoder_layer(w.layers, kind, Place(0, 0, 0, 0), h, cache, batch, selection, net)
     return rms_norm(h, w.out_norm, cfg.norm_eps), h, cache, selection

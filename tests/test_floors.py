@@ -19,7 +19,7 @@ FLOORS = {
     0: ("dcpjax.errors", "dcpjax.layout", "dcpjax.mesh", "dcpjax.picture", "dcpjax.quant"),
     1: ("dcpjax.host", "dcpjax.pallas_kernels", "dcpjax.text", "dcpjax.typed", "dcpjax.grammar"),
     2: ("dcpjax.batch", "dcpjax.cache", "dcpjax.collectives", "dcpjax.kernels", "dcpjax.sampling"),
-    3: ("dcpjax.attention", "dcpjax.moe"),
+    3: ("dcpjax.attention", "dcpjax.moe", "dcpjax.projections"),
     4: ("models",),
     5: (
         "dcpjax.buckets",

@@ -1,4 +1,4 @@
-"""The routed experts of a few tokens: SwiGLU of each token through its own experts, weighted and summed.
+"""The routed experts of a step: SwiGLU of each token through its own experts, weighted and summed.
 
 With few tokens the time is that of reading the weights of the experts that were chosen. XLA reference, and the choice of
 the kernel.
@@ -7,7 +7,7 @@ the kernel.
 import jax
 import jax.numpy as jnp
 
-from dcpjax.pallas_kernels.experts_triton import MOST_TOKENS, ExpertsConfig, experts_triton, served, weighted_sum
+from dcpjax.pallas_kernels.experts_triton import ExpertsConfig, experts_triton, most_tokens, readable, weighted_sum
 from dcpjax.quant import QArray, plain
 
 # Blocks of JAX's grouped product for Hopper: columns of the result, and depth of a step along the sum.
@@ -19,14 +19,14 @@ def fitting(
 ) -> str:
     """The backend that serves tokens `x [T, D]` and these stacks.
 
-    "triton" is meant up to `MOST_TOKENS`, and "mosaic" above and where the triton kernel has not these widths; "xla" is
+    "triton" is meant up to `most_tokens`, and "mosaic" above and where the triton kernel has not these widths; "xla" is
     what is left. Others stay what they are.
     """
     (tokens, width), inner, dtype = x.shape, gate.shape[-2], x.dtype
     if backend not in ("triton", "mosaic"):
         return backend
-    fits = tokens <= MOST_TOKENS and width % 16 == 0 and inner % 16 == 0
-    if backend == "triton" and fits and all(map(served, (gate, up, down))):
+    fits = tokens <= most_tokens(gate) and width % 16 == 0 and inner % 16 == 0
+    if backend == "triton" and fits and readable(gate, up, down):
         return "triton"
     # Both products' results are whole blocks; so are then the sums.
     whole = width % _COLUMNS == 0 and inner % _COLUMNS == 0
@@ -41,7 +41,7 @@ def experts_ffn(
 
     `x [T, D]`; `experts [T, k]` int32, different ones in a row, −1 for one that is left out; `weight [T, k]` float32;
     stacks `gate`, `up [E, I, D]`, `down [E, D, I]`, plain or quantised, or with a `layer` those of all layers, `[N, …]`.
-    `backend` is "xla", "triton" (at most `MOST_TOKENS` tokens; "interpret" for tests) or "mosaic" (any number). Raises
+    `backend` is "xla", "triton" (at most `most_tokens`; "interpret" for tests) or "mosaic" (any number). Raises
     `NotImplementedError` where the kernel does not serve these shapes.
     """
     stacks = gate, up, down

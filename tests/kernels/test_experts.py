@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.pallas_kernels.experts import MOST_TOKENS, experts_ffn, fitting
-from dcpjax.pallas_kernels.experts_triton import ExpertsConfig, served
+from dcpjax.pallas_kernels.experts import experts_ffn, fitting
+from dcpjax.pallas_kernels.experts_triton import MOST_TOKENS, ExpertsConfig
+from dcpjax.pallas_kernels.pairs import listed
+from dcpjax.pallas_kernels.tiles import served
 from dcpjax.quant import QArray, plain
 from tests.kernels.base import BACKENDS, fresh, lower_for_h200, same_bits
 
@@ -17,6 +19,7 @@ CASES = [
     (17, 2, 4, 48, 64, jnp.float32, ExpertsConfig(16, 32, 16)),
     (4, 1, 3, 32, 32, jnp.float32, None),
     (33, 4, 6, 32, 32, jnp.bfloat16, None),
+    (40, 3, 5, 32, 48, jnp.float32, ExpertsConfig(16, 16, 16, rows=16)),
 ]
 
 
@@ -59,7 +62,7 @@ def test_equals_float64(case, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES[1:3], ids=["5", "17"])
+@pytest.mark.parametrize("case", [*CASES[1:3], CASES[5]], ids=["5", "17", "40"])
 def test_experts_that_are_left_out_add_nothing(case, backend):
     """Even if theirs are all experts of a token; whatever the weight beside them is."""
     *sizes, config = case
@@ -74,6 +77,21 @@ def test_experts_that_are_left_out_add_nothing(case, backend):
     assert relative(got, want) < 1e-5 and not np.any(np.asarray(got)[2])
     got = call(x, chosen, weight, *(jnp.nan_to_num(stack) for stack in stacks))
     assert relative(got, want) < 1e-5 and not np.any(np.asarray(got)[2])
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_every_pair_is_in_a_tile_of_its_expert(rows):
+    """Whatever the routing: even, all tokens with the same experts, some left out, nothing at all."""
+    rng, num = fresh("listed", rows), 6
+    even = np.stack([rng.permutation(num)[:3] for _ in range(11)])
+    for chosen in (even, np.full_like(even, [4, 0, 2]), np.where(rng.random(even.shape) < 0.5, -1, even), 0 * even - 1):
+        experts, pairs = (np.asarray(a) for a in listed(jnp.asarray(chosen, jnp.int32), num, rows))
+        real, flat = pairs < chosen.size, chosen.reshape(-1)
+        assert sorted(pairs[real]) == list(np.flatnonzero(flat >= 0))
+        np.testing.assert_array_equal(flat[pairs[real]], np.broadcast_to(experts[:, None], pairs.shape)[real])
+        # No expert is read in more tiles than it needs, and all of them stand in front.
+        assert np.sum(experts >= 0) == sum(-(-np.sum(flat == e) // rows) for e in range(num))
+        assert np.all(np.diff((experts >= 0).astype(int)) <= 0) and np.all(pairs[~real] < chosen.size + rows)
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=["1", "5"])
@@ -135,6 +153,7 @@ QUANTISED = [
     (True, 5, 64, 128, None, None, jnp.float32),
     (True, 17, 32, 96, 8, 4, jnp.float32),
     (True, 3, 128, 64, None, None, jnp.bfloat16),
+    (False, 70, 32, 64, None, None, jnp.float32),
 ]
 
 
@@ -176,7 +195,7 @@ def test_quantised_stacks_are_widened_for_the_reference():
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["fp8", "nvfp4"])
-@pytest.mark.parametrize("tokens, inner", [(1, 2048), (16, 256), (64, 256), (64, 2048)])
+@pytest.mark.parametrize("tokens, inner", [(1, 2048), (16, 256), (64, 2048), (256, 256)])
 def test_quantised_stacks_lower_for_h200(packed, tokens, inner):
     def shapes(out, into):
         width, columns = (into // 2, 16) if packed else (into, 128)
@@ -207,7 +226,7 @@ def test_stacks_that_the_kernel_cannot_read():
     assert not served(quantised(True, 4, 32, 48))
     assert fitting("triton", x, small, small, quantised(False, 4, 64, 32)) == "xla"
     assert fitting("triton", x, *(quantised(True, 4, 32, 64),) * 2, quantised(True, 4, 64, 32)) == "triton"
-    with pytest.raises(NotImplementedError, match="widen it first"):
+    with pytest.raises(NotImplementedError, match="widen them first"):
         experts_ffn(
             *make(1, 1, 4, 32, 64, jnp.float32)[:3], small, small, quantised(False, 4, 64, 32), backend="triton"
         )

@@ -1,0 +1,91 @@
+"""A product of a few tokens with a quantised matrix: a Triton kernel that reads the matrix once, as it is stored.
+
+Programs share out the matrix's rows, and where these are few, the sum too: its parts are added up afterwards, always in the
+same order.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from dcpjax.pallas_kernels.tiles import arranged, block_of, fit, product, served
+from dcpjax.quant import LayerOf, QArray
+
+# Fewer would leave some of an H200's 132 multiprocessors without work.
+_PROGRAMS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class ProjectionConfig:
+    """out: rows of the matrix a program; depth: of one step along the sum; splits: programs that share a sum."""
+
+    out: int = 64
+    depth: int = 128
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+    @classmethod
+    def choose(cls, tokens: int, w: QArray | LayerOf) -> "ProjectionConfig":
+        """For `w [out, in]`; a tile lies within a block of scales, if any."""
+        (rows, columns), block = w.shape, block_of(w.stack if isinstance(w, LayerOf) else w)
+        # More tokens are read again by every program: fewer, larger ones then.
+        out = fit(64 if tokens <= 32 else 128, math.gcd(rows, block[0]), "rows")
+        depth = fit(128, math.gcd(columns, block[1]), "columns")
+        most, splits = columns // depth, 1
+        while rows // out * splits < _PROGRAMS and most % (2 * splits) == 0 and splits < 16:
+            splits *= 2
+        return cls(out, depth, splits)
+
+
+def projection_triton(
+    x: jax.Array, w: QArray | LayerOf, config: ProjectionConfig | None = None, interpret: bool = False
+) -> jax.Array:
+    """`linear` on the Triton backend: `x [T, in]` times `w [out, in]` → `[T, out]`, accumulated in float32, in x's dtype.
+
+    Raises `NotImplementedError` for plain matrices, and for quantised ones that are not `served`.
+    """
+    if not isinstance(w, (QArray, LayerOf)) or not served(w.stack if isinstance(w, LayerOf) else w):
+        raise NotImplementedError("the kernel reads quantised matrices whose blocks and sizes it has; use backend xla")
+    stack, layer = (w.stack, w.layer) if isinstance(w, LayerOf) else (jax.tree.map(lambda a: a[None], w), 0)
+    if config is None:
+        config = ProjectionConfig.choose(len(x), w)
+    (tokens, width), rows = x.shape, w.shape[0]
+    steps = width // config.depth // config.splits
+    args, structure = jax.tree.flatten((arranged(x, stack), jnp.asarray(layer, jnp.int32).reshape(1), stack))
+
+    def kernel(*refs):
+        _project(*jax.tree.unflatten(structure, refs[:-1]), refs[-1], tokens=tokens, steps=steps, config=config)
+
+    shape = (config.splits, tokens, rows)
+    parts = pl.pallas_call(
+        kernel,
+        grid=(rows // config.out, config.splits),
+        in_specs=[pl.BlockSpec(a.shape, lambda i, s, n=a.ndim: (0,) * n) for a in args],
+        out_specs=pl.BlockSpec(shape, lambda i, s: (0, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct(shape, x.dtype if config.splits == 1 else jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=config.stages),
+        interpret=interpret,
+        name="projection",
+    )(*args)
+    return parts[0] if config.splits == 1 else parts.sum(0).astype(x.dtype)
+
+
+def _project(x_ref, layer_ref, w, out_ref, *, tokens, steps, config):
+    """`out` values of all tokens, or of `splits` parts of them one."""
+    begin, split = pl.program_id(0) * config.out, pl.program_id(1)
+    # Places past the last token repeat it: the same numbers, in the same place.
+    token = jnp.minimum(jnp.arange(max(16, pl.next_power_of_2(tokens)), dtype=jnp.int32), tokens - 1)
+
+    def read(start, size):
+        return x_ref[token, pl.ds(start, size)]
+
+    def step(i, acc):
+        return acc + product(w, (layer_ref[0],), begin, config.out, split * steps + i, config.depth, read)
+
+    acc = jax.lax.fori_loop(0, steps, step, jnp.zeros((config.out, len(token)), jnp.float32))
+    out_ref[split, token, pl.ds(begin, config.out)] = acc.T.astype(out_ref.dtype)
