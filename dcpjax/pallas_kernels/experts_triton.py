@@ -107,7 +107,7 @@ def experts_triton(
 
         def kernel(*refs):
             lists, *ins = jax.tree.unflatten(structure, refs[:-1])
-            body(mine(*lists), *ins, refs[-1], config=config)
+            body(mine(*lists), *ins, refs[-1], config=config, interpret=interpret)
 
         return pl.pallas_call(
             kernel,
@@ -132,7 +132,7 @@ def weighted_sum(out: jax.Array, experts: jax.Array, weight: jax.Array) -> jax.A
     return jnp.sum(jnp.where((experts < 0)[..., None], 0, out * weight[..., None]), axis=1)
 
 
-def _into(mine, x_ref, layer_ref, gate_ref, up_ref, out_ref, *, config):
+def _into(mine, x_ref, layer_ref, gate_ref, up_ref, out_ref, *, config, interpret):
     """`silu(gate x) * (up x)` of one expert and `into` hidden values, in the rows of its pairs."""
     expert, any_pair, pair, _, token = mine
     begin = pl.program_id(0) * config.into
@@ -142,7 +142,7 @@ def _into(mine, x_ref, layer_ref, gate_ref, up_ref, out_ref, *, config):
 
     def step(i, acc):
         place = layer_ref[0], expert
-        gate, up = (product(w, place, begin, config.into, i, config.depth, read) for w in (gate_ref, up_ref))
+        gate, up = (product(w, place, begin, config.into, i, config.depth, read, interpret) for w in (gate_ref, up_ref))
         return acc[0] + gate, acc[1] + up
 
     @pl.when(any_pair)
@@ -155,7 +155,7 @@ def _into(mine, x_ref, layer_ref, gate_ref, up_ref, out_ref, *, config):
         out_ref[pair, pl.ds(begin, config.into)] = hidden.T.astype(out_ref.dtype)
 
 
-def _out(mine, hidden_ref, layer_ref, down_ref, out_ref, *, config):
+def _out(mine, hidden_ref, layer_ref, down_ref, out_ref, *, config, interpret):
     """`down` of one expert times the hidden values of its pairs, `out` values of each."""
     expert, any_pair, pair, real, _ = mine
     begin = pl.program_id(0) * config.out
@@ -167,7 +167,7 @@ def _out(mine, hidden_ref, layer_ref, down_ref, out_ref, *, config):
 
     def step(i, acc):
         place = layer_ref[0], expert
-        return acc + product(down_ref, place, begin, config.out, i, config.depth, read)
+        return acc + product(down_ref, place, begin, config.out, i, config.depth, read, interpret)
 
     @pl.when(any_pair)
     def _():

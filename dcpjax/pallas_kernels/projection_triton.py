@@ -59,7 +59,8 @@ def projection_triton(
     args, structure = jax.tree.flatten((arranged(x, stack), jnp.asarray(layer, jnp.int32).reshape(1), stack))
 
     def kernel(*refs):
-        _project(*jax.tree.unflatten(structure, refs[:-1]), refs[-1], tokens=tokens, steps=steps, config=config)
+        ins = jax.tree.unflatten(structure, refs[:-1])
+        _project(*ins, refs[-1], tokens=tokens, steps=steps, config=config, interpret=interpret)
 
     shape = (config.splits, tokens, rows)
     parts = pl.pallas_call(
@@ -75,7 +76,7 @@ def projection_triton(
     return parts[0] if config.splits == 1 else parts.sum(0).astype(x.dtype)
 
 
-def _project(x_ref, layer_ref, w, out_ref, *, tokens, steps, config):
+def _project(x_ref, layer_ref, w, out_ref, *, tokens, steps, config, interpret):
     """`out` values of all tokens, or of `splits` parts of them one."""
     begin, split = pl.program_id(0) * config.out, pl.program_id(1)
     # Places past the last token repeat it: the same numbers, in the same place.
@@ -85,7 +86,7 @@ def _project(x_ref, layer_ref, w, out_ref, *, tokens, steps, config):
         return x_ref[token, pl.ds(start, size)]
 
     def step(i, acc):
-        return acc + product(w, (layer_ref[0],), begin, config.out, split * steps + i, config.depth, read)
+        return acc + product(w, (layer_ref[0],), begin, config.out, split * steps + i, config.depth, read, interpret)
 
     acc = jax.lax.fori_loop(0, steps, step, jnp.zeros((config.out, len(token)), jnp.float32))
     out_ref[split, token, pl.ds(begin, config.out)] = acc.T.astype(out_ref.dtype)

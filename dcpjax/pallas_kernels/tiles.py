@@ -47,12 +47,6 @@ def block_of(stack: jax.Array | QArray) -> tuple[int, int]:
     return (0, 0) if stack.packed else stack.block
 
 
-def _dot(weights, values):
-    """`[size, depth]` times `[tokens, depth]`: `[size, tokens]` float32."""
-    exact = jax.lax.Precision.HIGHEST if values.dtype == jnp.float32 else None
-    return plt.dot(weights.astype(values.dtype), values, trans_b=True, precision=exact)
-
-
 def arranged(x: jax.Array, stack: jax.Array | QArray) -> jax.Array:
     """`x [T, in]` with its columns in the order in which `product` reads them for this stack: a byte holds two columns, so the
     even ones come first, then the odd ones."""
@@ -62,8 +56,9 @@ def arranged(x: jax.Array, stack: jax.Array | QArray) -> jax.Array:
 
 
 def product(
-    w: Any, place: tuple[jax.Array, ...], begin: jax.Array, size: int, step: jax.Array, depth: int, read: Callable
-) -> jax.Array:
+    w: Any, place: tuple[jax.Array, ...], begin: jax.Array, size: int, step: jax.Array, depth: int, read: Callable,
+    interpret: bool,
+) -> jax.Array:  # fmt: skip
     """`size` rows from `begin` of the matrix at `place` of the stack of references `w`, times the values of a step of `depth`
     along the sum: `[size, tokens]` float32.
 
@@ -74,12 +69,64 @@ def product(
         return _dot(w[*place, across, pl.ds(first, depth)], read(first, depth))
     if not w.packed:
         scale = w.scales[*place, begin // w.block[0], first // w.block[1]]
-        return scale * _dot(w.values[*place, across, pl.ds(first, depth)], read(first, depth))
-    half, wide = depth // 2, read(0, 16).dtype
-    groups, columns = depth // w.block[1], w.block[1] // 2
+        # By float32: its conversions run at several times the rate of the direct one.
+        values = w.values[*place, across, pl.ds(first, depth)].astype(jnp.float32)
+        return scale * _dot(values, read(first, depth))
+    half, groups = depth // 2, depth // w.block[1]
     packed = w.values[*place, across, pl.ds(step * half, half)]
     scales = w.scales[*place, across, pl.ds(step * groups, groups)].astype(jnp.float32)
-    scales = jnp.broadcast_to(scales[:, :, None], (size, groups, columns)).reshape(size, half)
-    even, odd = ((number * scales).astype(wide) for number in unpack_e2m1(packed))
     start, middle = step * half, w.values.shape[-1]
-    return w.factor[*place] * (_dot(even, read(start, half)) + _dot(odd, read(start + middle, half)))
+    low, high = read(start, half), read(start + middle, half)
+    if interpret or low.dtype != jnp.bfloat16:
+        scales = _spread(scales, half)
+        even, odd = (number * scales for number in unpack_e2m1(packed))
+        return w.factor[*place] * (_dot(even, low) + _dot(odd, high))
+    even, odd = _scaled_e2m1(packed, _spread((scales * 2.0**UP).astype(jnp.bfloat16), half))
+    return w.factor[*place] * 2.0 ** (DOWN - UP) * (_dot(even, low) + _dot(odd, high))
+
+
+def _dot(weights, values):
+    """`[size, depth]` times `[tokens, depth]`: `[size, tokens]` float32."""
+    exact = jax.lax.Precision.HIGHEST if values.dtype == jnp.float32 else None
+    return plt.dot(weights.astype(values.dtype), values, trans_b=True, precision=exact)
+
+
+def _spread(scales, size):
+    """Scales `[rows, groups]` for each of `size` bytes of a row."""
+    rows, groups = scales.shape
+    return jnp.broadcast_to(scales[:, :, None], (rows, groups, size // groups)).reshape(rows, size)
+
+
+# A number of e2m1 whose bits stand in a bfloat16's highest mantissa and lowest exponent bits is 2^-126 of itself there, the
+# subnormal one too. Its product with a scale that is 2^118 times too large fits, and is exact.
+DOWN, UP = 126, 118
+# Four bytes, and two times two scales, to the numbers in the low halves, two in a register. Results are written when all has
+# been read: they may be given a register of what is read.
+LOW = """
+{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 2;
+shr.u32 d, b, 2;
+shl.b32 a, a, 4;
+shl.b32 b, b, 4;
+and.b32 c, c, 0x01C001C0;
+and.b32 d, d, 0x01C001C0;
+lop3.b32 a, a, 0x80008000, c, 0xEA;
+lop3.b32 b, b, 0x80008000, d, 0xEA;
+mul.bf16x2 a, a, $3;
+mul.bf16x2 b, b, $4;
+mov.b32 $0, a;
+mov.b32 $1, b;
+}
+"""
+# In the high halves the sign is in its place already.
+HIGH = LOW.replace("shl.b32 a, a, 4;\nshl.b32 b, b, 4;\n", "").replace("a, 2;", "a, 6;").replace("b, 2;", "b, 6;")
+
+
+def _scaled_e2m1(packed, scales):
+    """Numbers in the low and in the high half of `packed [rows, n]` times `scales [rows, n]`, and 2^-126: two of bfloat16."""
+    result = [jax.ShapeDtypeStruct(packed.shape, jnp.bfloat16)]
+    kind = {"args": [packed, scales], "constraints": "=r,=r,r,r,r", "pack": 4, "result_shape_dtypes": result}
+    return plt.elementwise_inline_asm(LOW, **kind)[0], plt.elementwise_inline_asm(HIGH, **kind)[0]
