@@ -97,7 +97,7 @@ def _unpack(packed: jax.Array) -> jax.Array:
 
 
 def unpack_e2m1(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The numbers in the low and in the high half of bytes, float32: a sign, two bits of exponent, one of mantissa."""
+    """The numbers in the low and in the high half of bytes `[…]`, float32: a sign, two bits of exponent, one of mantissa."""
     wide = packed.astype(jnp.int32)
     return tuple(_e2m1(code) for code in (wide & 15, wide >> 4))
 

@@ -6,7 +6,15 @@ import pathlib
 
 import jax
 
-from dcpjax.bench import chain, kernels_experts, kernels_index, kernels_merge, kernels_mla, kernels_topk
+from dcpjax.bench import (
+    chain,
+    kernels_experts,
+    kernels_index,
+    kernels_merge,
+    kernels_mla,
+    kernels_projection,
+    kernels_topk,
+)
 
 PARTS = {
     "mla": kernels_mla.cases,
@@ -14,6 +22,7 @@ PARTS = {
     "index": kernels_index.cases,
     "topk": kernels_topk.cases,
     "experts": kernels_experts.cases,
+    "projections": kernels_projection.cases,
 }
 
 

@@ -67,19 +67,21 @@ def _inputs(tokens: int, form: Format | None) -> tuple[Any, ...]:
     x = jax.random.normal(jax.random.key(9), (tokens, WIDTH), jnp.bfloat16)
     share = jax.random.uniform(jax.random.key(8), (tokens, PER_TOKEN))
     shapes = ((EXPERTS, INNER, WIDTH), (EXPERTS, INNER, WIDTH), (EXPERTS, WIDTH, INNER))
-    make = _stack if form is None else functools.partial(_quantised, form)
-    return x, jnp.asarray(_routing(tokens)), share, *(make(jax.random.key(i), s) for i, s in enumerate(shapes))
+    lead = (EXPERTS,) if form is None else (_layers(form), EXPERTS)
+    return (
+        x,
+        jnp.asarray(_routing(tokens)),
+        share,
+        *(random_stack(form, lead, jax.random.key(i), shape[1:]) for i, shape in enumerate(shapes)),
+    )
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _stack(key, shape):
-    return jax.random.normal(key, shape, jnp.bfloat16) * 0.02
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _quantised(form, key, shape):
-    experts, out, into = shape
-    lead = (_layers(form), experts)
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+def random_stack(form: Format | None, lead: tuple[int, ...], key: jax.Array, matrix: tuple[int, int]) -> Any:
+    """Random matrices `[*lead, out, in]` in bfloat16 or a quantised format, a number about 0.02 in size."""
+    out, into = matrix
+    if form is None:
+        return jax.random.normal(key, (*lead, out, into), jnp.bfloat16) * 0.02
     # The second bit of e4m3 is never set: no NaN, and numbers below 2.
     codes = jax.random.bits(key, (*lead, out, into // form.per_byte), jnp.uint8) & (255 if form is NVFP4 else 191)
     values = codes if form is NVFP4 else jax.lax.bitcast_convert_type(codes, form.values)

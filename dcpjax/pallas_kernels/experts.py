@@ -17,7 +17,7 @@ _COLUMNS, _DEPTH = 128, 64
 def fitting(
     backend: str, x: jax.Array, gate: jax.Array | QArray, up: jax.Array | QArray, down: jax.Array | QArray
 ) -> str:
-    """The backend that serves tokens `x [T, D]` and these stacks.
+    """The backend that serves tokens `x [T, D]` and these stacks, plain ones of any dtype or quantised.
 
     "triton" is meant up to `most_tokens`, and "mosaic" above and where the triton kernel has not these widths; "xla" is
     what is left. Others stay what they are.

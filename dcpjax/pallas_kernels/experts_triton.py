@@ -36,7 +36,7 @@ class ExpertsConfig:
 
     @classmethod
     def choose(cls, tokens: int, gate: jax.Array | QArray, down: jax.Array | QArray) -> "ExpertsConfig":
-        """For stacks `gate [N, E, I, D]` and `down [N, E, D, I]`; a tile lies within a block of scales, if any."""
+        """For stacks `gate [N, E, I, D]` and `down [N, E, D, I]`, plain of any dtype or quantised; a tile lies within a block of scales, if any."""
         width, inner = down.shape[-2:]
         into_block, out_block = block_of(gate), block_of(down)
         rows, (out, depth, warps, stages) = 0, (64, 128, 4, 3)
@@ -60,12 +60,13 @@ class ExpertsConfig:
 
 
 def most_tokens(stack: jax.Array | QArray) -> int:
-    """Tokens of a step up to which this kernel is meant for such stacks."""
+    """Tokens of a step up to which this kernel is meant for a stack `[…, out, in]`, plain of any dtype or quantised."""
     return MOST_QUANTISED if isinstance(stack, QArray) else MOST_TOKENS
 
 
 def readable(gate: jax.Array | QArray, up: jax.Array | QArray, down: jax.Array | QArray) -> bool:
-    """Whether the kernels can read these stacks as they are: gate and up meet the same tokens, so they are of one form."""
+    """Whether the kernels can read stacks `[…, out, in]`, plain of any dtype or quantised, as they are: gate and up meet the
+    same tokens, so they are of one form."""
     forms = {isinstance(w, QArray) and w.packed for w in (gate, up)}
     return len(forms) == 1 and all(map(served, (gate, up, down)))
 

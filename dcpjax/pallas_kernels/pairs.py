@@ -36,7 +36,7 @@ def listed(experts: jax.Array, num_experts: int, rows: int) -> tuple[jax.Array, 
 
 def of_tile(expert_ref: Any, pair_ref: Any, pairs: int, per_token: int) -> tuple[jax.Array, ...]:
     """Of this program, from `listed`: its expert, whether it has any, its pairs `[rows]` or spare rows, which of them are
-    real, and their tokens."""
+    real, and their tokens; numbers are int32."""
     tile = pl.program_id(1)
     expert, pair = expert_ref[tile], pair_ref[tile, ...]
     real = pair < pairs
@@ -45,7 +45,7 @@ def of_tile(expert_ref: Any, pair_ref: Any, pairs: int, per_token: int) -> tuple
 
 def of_pair(flat_ref: Any, tokens: int, per_token: int, rows: int) -> tuple[jax.Array, ...]:
     """The same for the program of a pair, which serves all tokens if the pair is its expert's first. `flat_ref [P]`: the
-    experts of all pairs."""
+    experts of all pairs, int32."""
     pair = pl.program_id(1)
     expert = flat_ref[pair]
     every = flat_ref[...]

@@ -20,7 +20,7 @@ _BAD_BYTES = range(1 << 31, 1 << 32)
 
 
 def served(stack: jax.Array | QArray) -> bool:
-    """Whether the kernel can read this stack as it is."""
+    """Whether kernels can read a stack `[…, out, in]` as it is: all plain ones, quantised ones of whole tiles."""
     if not isinstance(stack, QArray):
         return True
     sizes, least = stack.shape[-2:], 16
@@ -33,7 +33,7 @@ def served(stack: jax.Array | QArray) -> bool:
 
 
 def fit(most: int, size: int, what: str) -> int:
-    """The largest power of two up to `most` that divides `size`; at least 16."""
+    """The largest power of two up to `most` that divides `size`. Raises `NotImplementedError` where it is less than 16."""
     block = min(size & -size, most)
     if block < 16:
         raise NotImplementedError(f"{size} {what}: the kernel takes multiples of 16; use backend xla")
@@ -41,7 +41,7 @@ def fit(most: int, size: int, what: str) -> int:
 
 
 def block_of(stack: jax.Array | QArray) -> tuple[int, int]:
-    """Rows and columns of a scale that a tile must not cross; 0: any."""
+    """Rows and columns of a scale of `[…, out, in]` that a tile must not cross; 0: any."""
     if not isinstance(stack, QArray):
         return 0, 0
     return (0, 0) if stack.packed else stack.block

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.bench import chain, kernels_experts, kernels_index, kernels_mla, kernels_topk
+from dcpjax.bench import chain, kernels_experts, kernels_index, kernels_mla, kernels_projection, kernels_topk
 from dcpjax.bench.chain import READ_CEILING, Case
 
 
@@ -58,9 +58,12 @@ def test_the_other_parts_run():
     found = [
         *kernels_index.cases(((1, 128),), (1,), ("xla",)),
         *kernels_topk.cases(((1, 4096),), ((1, 2),), ("xla",)),
+        *kernels_projection.cases((2,), ("xla", "bf16"), {"small": (32, 64)}, stack_bytes=4096),
     ]
     rows = list(chain.measure(found))
-    assert [row["kernel"] for row in rows] == ["indexer", "topk", "topk merge"]
+    assert [row["kernel"] for row in rows] == ["indexer", "topk", "topk merge", "projection", "projection"]
+    # Values, one scale, and the tokens in and out.
+    assert found[-2].nbytes == 32 * 64 + 4 + 2 * 96 * 2 and found[-1].nbytes == 2 * 32 * 64 + 2 * 96 * 2
     shapes = jax.eval_shape(kernels_experts.cases((4,), ("xla",))[0].inputs)
     assert [x.shape for x in shapes[:3]] == [(4, 6144), (4, 8), (4, 8)]
 
