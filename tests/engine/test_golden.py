@@ -110,7 +110,7 @@ def test_rows_cover_every_pair():
 class Golden:
     """A checkpoint's recorded outputs and an engine for it."""
 
-    def __init__(self, row: Row):
+    def __init__(self, row: Row, kernels: str | dict[str, str] = "auto"):
         self.row = row
         name, prefix = ("b_group2", "cfgeps_") if row.case == "b_cfgeps" else (row.case, "")
         with np.load(GOLDEN / name / "golden.npz") as arrays:
@@ -134,6 +134,7 @@ class Golden:
             max_num_batched_tokens=row.chunk,
             speculative_config={"method": "mtp", "num_speculative_tokens": 0, "draft_kv": row.draft_kv},
             hf_overrides=overrides,
+            kernels=kernels,
         )
 
     def close(self, name: str, got: np.ndarray) -> None:
