@@ -174,6 +174,17 @@ def test_quantised_stacks_equal_wide_ones(case, backend):
     same_bits(got, call(x, chosen, weight, *stacks, backend=backend))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 64, 256])
+@pytest.mark.parametrize("packed", [False, True], ids=["fp8", "nvfp4"])
+def test_large_quantised_stacks_on_the_device(packed, tokens):
+    """With the tiles that real sizes have."""
+    x, chosen, weight, *_ = make(tokens, 4, 16, 256, 512, jnp.bfloat16)
+    stacks = quantised(packed, 16, 256, 512), quantised(packed, 16, 256, 512), quantised(packed, 16, 512, 256)
+    got = jax.jit(experts_ffn, static_argnames="backend")(x, chosen, weight, *stacks, backend="triton")
+    assert relative(got, oracle(x, chosen, weight, *plain(stacks, jnp.float32))) < 1e-2
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, "xla"])
 @pytest.mark.parametrize("packed", [None, False, True], ids=["plain", "fp8", "nvfp4"])
 def test_stacks_of_all_layers(backend, packed):

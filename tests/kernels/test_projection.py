@@ -58,6 +58,17 @@ def test_equals_float64(case, backend):
     same_bits(got, call(x, w, config=config, backend=backend))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+@pytest.mark.parametrize("out, into", [(2048, 6144), (576, 6144), (6144, 256)])
+@pytest.mark.parametrize("packed", [False, True], ids=["fp8", "nvfp4"])
+def test_large_on_the_device(packed, out, into, tokens):
+    """With the tiles that real sizes have."""
+    x = tokens_of(tokens, into, jnp.bfloat16)
+    w = jax.tree.map(lambda a: a[0], make(packed, out, into, (1, 16) if packed else (128, 128)))
+    assert error(jax.jit(project, static_argnames="backend")(x, w, backend="triton"), x, w) < 4e-3
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, "xla"])
 @pytest.mark.parametrize("packed", [False, True], ids=["fp8", "nvfp4"])
 def test_a_layer_of_a_stack(backend, packed):
