@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from dcpjax.pallas_kernels.pairs import listed, of_pair, of_tile
-from dcpjax.pallas_kernels.tiles import arranged, block_of, fit, product, served
+from dcpjax.pallas_kernels.tiles import block_of, fit, prepared, product, served
 from dcpjax.quant import QArray
 
 # Of plain stacks; more quantised ones than that take less time as copies.
@@ -122,8 +122,8 @@ def experts_triton(
         )(*args)
 
     at = jnp.asarray(layer, jnp.int32).reshape(1)
-    hidden = call(_into, inner // config.into, inner, x.dtype, arranged(x, gate), at, gate, up)
-    out = call(_out, width // config.out, width, jnp.float32, arranged(hidden, down), at, down)
+    hidden = call(_into, inner // config.into, inner, x.dtype, prepared(x, gate), at, gate, up)
+    out = call(_out, width // config.out, width, jnp.float32, prepared(hidden, down), at, down)
     return weighted_sum(out[:pairs].reshape(tokens, per_token, width), experts, weight).astype(x.dtype)
 
 
@@ -133,9 +133,10 @@ def weighted_sum(out: jax.Array, experts: jax.Array, weight: jax.Array) -> jax.A
     return jnp.sum(jnp.where((experts < 0)[..., None], 0, out * weight[..., None]), axis=1)
 
 
-def _into(mine, x_ref, layer_ref, gate_ref, up_ref, out_ref, *, config, interpret):
+def _into(mine, tokens, layer_ref, gate_ref, up_ref, out_ref, *, config, interpret):
     """`silu(gate x) * (up x)` of one expert and `into` hidden values, in the rows of its pairs."""
     expert, any_pair, pair, _, token = mine
+    x_ref, factor_ref = tokens
     begin = pl.program_id(0) * config.into
 
     def read(start, size):
@@ -150,15 +151,18 @@ def _into(mine, x_ref, layer_ref, gate_ref, up_ref, out_ref, *, config, interpre
     def _():
         zero = jnp.zeros((config.into, len(pair)), jnp.float32)
         gate, up = jax.lax.fori_loop(0, x_ref.shape[1] // config.depth, step, (zero, zero))
+        if factor_ref is not None:
+            gate, up = gate * factor_ref[token][None], up * factor_ref[token][None]
         # Rounded as the products of whole matrices are.
         gate, up = gate.astype(out_ref.dtype).astype(jnp.float32), up.astype(out_ref.dtype).astype(jnp.float32)
         hidden = gate * (1 / (1 + jnp.exp(-gate))) * up
         out_ref[pair, pl.ds(begin, config.into)] = hidden.T.astype(out_ref.dtype)
 
 
-def _out(mine, hidden_ref, layer_ref, down_ref, out_ref, *, config, interpret):
+def _out(mine, hidden, layer_ref, down_ref, out_ref, *, config, interpret):
     """`down` of one expert times the hidden values of its pairs, `out` values of each."""
     expert, any_pair, pair, real, _ = mine
+    hidden_ref, factor_ref = hidden
     begin = pl.program_id(0) * config.out
     # The spare rows hold what was left there; whatever it is stays in its own row.
     source = jnp.where(real, pair, 0)
@@ -174,4 +178,6 @@ def _out(mine, hidden_ref, layer_ref, down_ref, out_ref, *, config, interpret):
     def _():
         zero = jnp.zeros((config.out, len(pair)), jnp.float32)
         acc = jax.lax.fori_loop(0, hidden_ref.shape[1] // config.depth, step, zero)
+        if factor_ref is not None:
+            acc = acc * factor_ref[source][None]
         out_ref[pair, pl.ds(begin, config.out)] = acc.T

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from dcpjax.pallas_kernels.tiles import arranged, block_of, fit, product, served
+from dcpjax.pallas_kernels.tiles import block_of, fit, prepared, product, served
 from dcpjax.quant import LayerOf, QArray
 
 # Fewer would leave some of an H200's 132 multiprocessors without work.
@@ -56,7 +56,7 @@ def projection_triton(
         config = ProjectionConfig.choose(len(x), w)
     (tokens, width), rows = x.shape, w.shape[0]
     steps = width // config.depth // config.splits
-    args, structure = jax.tree.flatten((arranged(x, stack), jnp.asarray(layer, jnp.int32).reshape(1), stack))
+    args, structure = jax.tree.flatten((prepared(x, stack), jnp.asarray(layer, jnp.int32).reshape(1), stack))
 
     def kernel(*refs):
         ins = jax.tree.unflatten(structure, refs[:-1])
@@ -76,8 +76,9 @@ def projection_triton(
     return parts[0] if config.splits == 1 else parts.sum(0).astype(x.dtype)
 
 
-def _project(x_ref, layer_ref, w, out_ref, *, tokens, steps, config, interpret):
+def _project(x, layer_ref, w, out_ref, *, tokens, steps, config, interpret):
     """`out` values of all tokens, or of `splits` parts of them one."""
+    x_ref, factor_ref = x
     begin, split = pl.program_id(0) * config.out, pl.program_id(1)
     # Places past the last token repeat it: the same numbers, in the same place.
     token = jnp.minimum(jnp.arange(max(16, pl.next_power_of_2(tokens)), dtype=jnp.int32), tokens - 1)
@@ -89,4 +90,6 @@ def _project(x_ref, layer_ref, w, out_ref, *, tokens, steps, config, interpret):
         return acc + product(w, (layer_ref[0],), begin, config.out, split * steps + i, config.depth, read, interpret)
 
     acc = jax.lax.fori_loop(0, steps, step, jnp.zeros((config.out, len(token)), jnp.float32))
+    if factor_ref is not None:
+        acc = acc * factor_ref[token][None]
     out_ref[split, token, pl.ds(begin, config.out)] = acc.T.astype(out_ref.dtype)

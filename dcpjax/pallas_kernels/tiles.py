@@ -1,7 +1,7 @@
 """Tiles of stored matrices times tokens, for Triton kernels that read weights once, in the form that they are stored in.
 
 FP8 tiles are multiplied in the tokens' dtype and their products scaled, since a tile lies within one block of scales; NVFP4
-numbers are scaled by their group first, which is exact in bfloat16.
+numbers are scaled by their group first, which is exact in 16 bits.
 """
 
 import math
@@ -47,12 +47,32 @@ def block_of(stack: jax.Array | QArray) -> tuple[int, int]:
     return (0, 0) if stack.packed else stack.block
 
 
-def arranged(x: jax.Array, stack: jax.Array | QArray) -> jax.Array:
-    """`x [T, in]` with its columns in the order in which `product` reads them for this stack: a byte holds two columns, so the
-    even ones come first, then the odd ones."""
-    if not isinstance(stack, QArray) or not stack.packed:
-        return x
-    return x.reshape(len(x), -1, 2).swapaxes(1, 2).reshape(x.shape)
+def in_float16(stack: QArray) -> bool:
+    """Whether bfloat16 tokens meet this stack `[…, out, in]` as float16, into which bytes are widened by fewer instructions.
+    It costs a pass over the tokens, which FP8 does without: its conversions take less time than its bytes."""
+    return stack.packed
+
+
+def prepared(x: jax.Array, stack: jax.Array | QArray) -> tuple[jax.Array, jax.Array | None]:
+    """`x [T, in]` as `product` reads it for this stack, and what the products must be multiplied by: float32 `[T]`, or None.
+
+    For bytes that hold two columns, the even columns come first, then the odd ones. Tokens in float16 are each scaled by a
+    power of two that keeps their numbers exact, but for those below 2^-30 of a token's largest.
+    """
+    if not isinstance(stack, QArray):
+        return x, None
+    split = x.reshape(len(x), -1, 2).swapaxes(1, 2).reshape(x.shape) if stack.packed else x
+    if x.dtype != jnp.bfloat16 or not in_float16(stack):
+        return split, None
+    largest = jnp.max(jnp.abs(x).astype(jnp.float32), axis=1)
+    # The largest becomes 2^13 or more, and less than 2^14; a token that is next to nothing, less than that.
+    up = 14 - jnp.maximum((jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 126, -100)
+    return (split.astype(jnp.float32) * _power(up)[:, None]).astype(jnp.float16), _power(-up)
+
+
+def _power(exponent):
+    """Two to the `exponent […]` int32, between −126 and 127: float32, exact on every platform."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 def product(
@@ -62,27 +82,27 @@ def product(
     """`size` rows from `begin` of the matrix at `place` of the stack of references `w`, times the values of a step of `depth`
     along the sum: `[size, tokens]` float32.
 
-    `read(start, size)` gives values `[tokens, size]` of the tokens as `arranged` put them.
+    `read(start, size)` gives values `[tokens, size]` of the tokens that `prepared` made.
     """
     first, across = step * depth, pl.ds(begin, size)
     if not isinstance(w, QArray):
         return _dot(w[*place, across, pl.ds(first, depth)], read(first, depth))
     if not w.packed:
         scale = w.scales[*place, begin // w.block[0], first // w.block[1]]
-        # By float32: its conversions run at several times the rate of the direct one.
-        values = w.values[*place, across, pl.ds(first, depth)].astype(jnp.float32)
-        return scale * _dot(values, read(first, depth))
+        values, tokens = w.values[*place, across, pl.ds(first, depth)], read(first, depth)
+        # To bfloat16 by float32: those conversions run at several times the rate of the direct one.
+        return scale * _dot(values.astype(jnp.float32) if tokens.dtype == jnp.bfloat16 else values, tokens)
     half, groups = depth // 2, depth // w.block[1]
     packed = w.values[*place, across, pl.ds(step * half, half)]
     scales = w.scales[*place, across, pl.ds(step * groups, groups)].astype(jnp.float32)
     start, middle = step * half, w.values.shape[-1]
     low, high = read(start, half), read(start + middle, half)
-    if interpret or low.dtype != jnp.bfloat16:
+    if interpret or low.dtype != jnp.float16:
         scales = _spread(scales, half)
         even, odd = (number * scales for number in unpack_e2m1(packed))
         return w.factor[*place] * (_dot(even, low) + _dot(odd, high))
-    even, odd = _scaled_e2m1(packed, _spread((scales * 2.0**UP).astype(jnp.bfloat16), half))
-    return w.factor[*place] * 2.0 ** (DOWN - UP) * (_dot(even, low) + _dot(odd, high))
+    even, odd = _scaled_e2m1(packed, _spread(scales.astype(jnp.float16), half))
+    return w.factor[*place] * 2.0**DOWN * (_dot(even, low) + _dot(odd, high))
 
 
 def _dot(weights, values):
@@ -97,36 +117,34 @@ def _spread(scales, size):
     return jnp.broadcast_to(scales[:, :, None], (rows, groups, size // groups)).reshape(rows, size)
 
 
-# A number of e2m1 whose bits stand in a bfloat16's highest mantissa and lowest exponent bits is 2^-126 of itself there, the
-# subnormal one too. Its product with a scale that is 2^118 times too large fits, and is exact.
-DOWN, UP = 126, 118
+# A number of e2m1 whose bits stand in the lowest exponent bits and the highest mantissa bit of e4m3 is 2^-6 of itself there,
+# the subnormal one too; the device widens two of those at once. Products with scales of e4m3 are exact in float16.
+DOWN = 6
 # Four bytes, and two times two scales, to the numbers in the low halves, two in a register. Results are written when all has
 # been read: they may be given a register of what is read.
 LOW = """
 {
-.reg .b32 a, b, c, d;
-prmt.b32 a, $2, 0, 0x1404;
-prmt.b32 b, $2, 0, 0x3424;
-shr.u32 c, a, 2;
-shr.u32 d, b, 2;
-shl.b32 a, a, 4;
-shl.b32 b, b, 4;
-and.b32 c, c, 0x01C001C0;
-and.b32 d, d, 0x01C001C0;
-lop3.b32 a, a, 0x80008000, c, 0xEA;
-lop3.b32 b, b, 0x80008000, d, 0xEA;
-mul.bf16x2 a, a, $3;
-mul.bf16x2 b, b, $4;
+.reg .b32 a, b;
+.reg .b16 c, d;
+shl.b32 a, $2, 2;
+shl.b32 b, $2, 4;
+and.b32 a, a, 0x1C1C1C1C;
+lop3.b32 a, b, 0x80808080, a, 0xEA;
+mov.b32 {c, d}, a;
+cvt.rn.f16x2.e4m3x2 a, c;
+cvt.rn.f16x2.e4m3x2 b, d;
+mul.f16x2 a, a, $3;
+mul.f16x2 b, b, $4;
 mov.b32 $0, a;
 mov.b32 $1, b;
 }
 """
 # In the high halves the sign is in its place already.
-HIGH = LOW.replace("shl.b32 a, a, 4;\nshl.b32 b, b, 4;\n", "").replace("a, 2;", "a, 6;").replace("b, 2;", "b, 6;")
+HIGH = LOW.replace("shl.b32 a, $2, 2;\nshl.b32 b, $2, 4;\n", "shr.u32 a, $2, 2;\n").replace("a, b, 0x8", "a, $2, 0x8")
 
 
 def _scaled_e2m1(packed, scales):
-    """Numbers in the low and in the high half of `packed [rows, n]` times `scales [rows, n]`, and 2^-126: two of bfloat16."""
-    result = [jax.ShapeDtypeStruct(packed.shape, jnp.bfloat16)]
+    """Numbers in the low and in the high half of `packed [rows, n]` times `scales [rows, n]`, and 2^-6: two of float16."""
+    result = [jax.ShapeDtypeStruct(packed.shape, jnp.float16)]
     kind = {"args": [packed, scales], "constraints": "=r,=r,r,r,r", "pack": 4, "result_shape_dtypes": result}
     return plt.elementwise_inline_asm(LOW, **kind)[0], plt.elementwise_inline_asm(HIGH, **kind)[0]

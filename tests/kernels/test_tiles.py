@@ -6,26 +6,26 @@ import numpy as np
 import pytest
 
 from dcpjax.pallas_kernels import tiles
-from dcpjax.quant import unpack_e2m1
+from dcpjax.quant import QArray, unpack_e2m1
 
 
 def pairs(words):
-    """The two bfloat16 numbers in each 32-bit register `[n]`: float64 `[n, 2]`."""
-    return words.view(ml_dtypes.bfloat16).astype(np.float64).reshape(-1, 2)
+    """The two float16 numbers in each 32-bit register `[n]`: float64 `[n, 2]`."""
+    return words.view(np.float16).astype(np.float64).reshape(-1, 2)
 
 
-def permuted(word, other, selector):
-    eight = np.concatenate([word.view(np.uint8).reshape(-1, 4), np.full((len(word), 4), other, np.uint8)], axis=1)
-    return eight[:, [selector >> 4 * i & 15 for i in range(4)]].copy().view(np.uint32)[:, 0]
+def words(numbers):
+    """Registers `[n]` of float16 numbers `[n, 2]`."""
+    return np.ascontiguousarray(numbers, np.float16).view(np.uint32)[:, 0]
 
 
 OPERATIONS = {
-    "prmt.b32": permuted,
     "shr.u32": lambda a, n: a >> np.uint32(n),
     "shl.b32": lambda a, n: a << np.uint32(n),
     "and.b32": lambda a, mask: a & np.uint32(mask),
     "mov.b32": lambda a: a,
-    "mul.bf16x2": lambda a, b: (pairs(a) * pairs(b)).astype(ml_dtypes.bfloat16).view(np.uint32)[:, 0],
+    "cvt.rn.f16x2.e4m3x2": lambda a: words(a.view(ml_dtypes.float8_e4m3fn).reshape(-1, 2).astype(np.float16)),
+    "mul.f16x2": lambda a, b: words(pairs(a) * pairs(b)),
 }
 
 
@@ -35,13 +35,16 @@ def run(text, registers):
         name, _, rest = line.rstrip(";").partition(" ")
         if name in ("", "{", "}", ".reg"):
             continue
-        to, *args = (part.strip() for part in rest.split(","))
-        args = [registers[a] if a in registers else int(a, 0) for a in args]
-        if name == "lop3.b32":
+        *to, rest = rest.strip("{").split("}, ") if "{" in rest else rest.split(", ", 1)
+        args = [registers[a] if a in registers else int(a, 0) for a in rest.split(", ")]
+        if "," in to[0]:
+            low, high = to[0].split(", ")
+            registers[low], registers[high] = np.ascontiguousarray(args[0].view(np.uint16).reshape(-1, 2).T)
+        elif name == "lop3.b32":
             assert args.pop() == 0xF0 & 0xCC | 0xAA
-            registers[to] = args[0] & np.uint32(args[1]) | args[2]
+            registers[to[0]] = args[0] & np.uint32(args[1]) | args[2]
         else:
-            registers[to] = OPERATIONS[name](*args)
+            registers[to[0]] = OPERATIONS[name](*args)
 
 
 @pytest.mark.parametrize("half", [0, 1], ids=["low", "high"])
@@ -51,9 +54,26 @@ def test_numbers_of_nvfp4(half):
     packed = np.stack([byte, byte[::-1], byte ^ 0x5A, byte * 7], axis=1).astype(np.uint8)
     scales = np.array([2.0**-9, 448, 1.75, 0.0]).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     scales = scales[np.arange(1024).reshape(256, 4) % 5 % 4]
-    words = (scales * 2.0**tiles.UP).astype(ml_dtypes.bfloat16).view(np.uint32).reshape(256, 2)
-    registers = {"$2": packed.copy().view(np.uint32)[:, 0], "$3": words[:, 0].copy(), "$4": words[:, 1].copy()}
+    packs = scales.reshape(-1, 2, 2)
+    registers = {"$2": packed.copy().view(np.uint32)[:, 0], "$3": words(packs[:, 0]), "$4": words(packs[:, 1])}
     run((tiles.LOW, tiles.HIGH)[half], registers)
     got = np.concatenate([pairs(registers["$0"]), pairs(registers["$1"])], axis=1)
     want = np.asarray(unpack_e2m1(jnp.asarray(packed))[half], np.float64) * scales
-    np.testing.assert_array_equal(got * 2.0 ** (tiles.DOWN - tiles.UP), want)
+    np.testing.assert_array_equal(got * 2.0**tiles.DOWN, want)
+
+
+def test_tokens_in_float16():
+    """Exact at any size, but for what is next to nothing beside the token's largest; other tokens as they are, split."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4, 32)) * 10.0 ** np.array([[-30], [0], [4], [37]])
+    x[1, :2] = 0, 2.0**-26
+    x = jnp.asarray(np.vstack([x, np.zeros((1, 32)), np.full((1, 32), 1e-37)]), jnp.bfloat16)
+    stack = QArray(jnp.zeros((8, 16), jnp.uint8), jnp.ones((8, 2), jnp.float8_e4m3fn), jnp.ones(()), (1, 16))
+    got, factor = tiles.prepared(x, stack)
+    assert got.dtype == jnp.float16 and np.isfinite(np.asarray(got)).all()
+    split = np.asarray(x, np.float64).reshape(6, 16, 2).swapaxes(1, 2).reshape(6, 32)
+    np.testing.assert_array_equal(np.asarray(got, np.float64) * np.asarray(factor, np.float64)[:, None], split)
+    same, none = tiles.prepared(x.astype(jnp.float32), stack)
+    assert none is None
+    np.testing.assert_array_equal(same, split.astype(np.float32))
+    assert tiles.prepared(x, jnp.zeros((8, 32)))[0] is x
