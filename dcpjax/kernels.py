@@ -29,8 +29,9 @@ class Kernels:
     """An implementation for each operation: "xla" everywhere, "triton" and "mosaic" on GPUs, "interpret" for tests.
 
     sparse_mla: attention over selected rows. merge: the sum of ranks' parts after an all-to-all. indexer, topk: scores
-    and selection. experts: routed experts. projections: dense products with quantised matrices. invariant: lists are split at fixed places, so that the bits of a token's
-    attention do not depend on the tokens beside it. Raises `ConfigError` for other names.
+    and selection. experts: routed experts. projections: dense products with quantised matrices. invariant: lists are
+    split at fixed places, so that the bits of a token's attention do not depend on the tokens beside it. Raises
+    `ConfigError` for other names.
     """
 
     sparse_mla: str = "xla"

@@ -1,8 +1,8 @@
 """Matrix products with stored weights: the one place that knows how a weight is represented.
 
-A weight keeps the orientation of the checkpoint, `[out, in]`. It is a plain array, a `QArray`, or a layer's place in a stack of
-these; `linear` and `einsum` take all. Products with a quantised one are W8A16 and W4A16: its values are widened and scaled, then multiplied in the
-dtype of the activations, which are never quantised.
+A weight keeps the orientation of the checkpoint, `[out, in]`. It is a plain array, a `QArray`, or a layer's place in a
+stack of these; `linear` and `einsum` take all. Products with a quantised one are W8A16 and W4A16: its values are widened
+and scaled, then multiplied in the dtype of the activations, which are never quantised.
 """
 
 from typing import Any

@@ -36,7 +36,8 @@ class ExpertsConfig:
 
     @classmethod
     def choose(cls, tokens: int, gate: jax.Array | QArray, down: jax.Array | QArray) -> "ExpertsConfig":
-        """For stacks `gate [N, E, I, D]` and `down [N, E, D, I]`, plain of any dtype or quantised; a tile lies within a block of scales, if any."""
+        """For stacks `gate [N, E, I, D]` and `down [N, E, D, I]`, plain of any dtype or quantised; a tile lies within a
+        block of scales, if any."""
         width, inner = down.shape[-2:]
         into_block, out_block = block_of(gate), block_of(down)
         rows, (out, depth, warps, stages) = 0, (64, 128, 4, 3)

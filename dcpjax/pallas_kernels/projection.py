@@ -14,8 +14,8 @@ MOST_ROWS = 64
 
 
 def fitting(backend: str, tokens: int, w: jax.Array | QArray | LayerOf) -> str:
-    """The backend that serves so many tokens and `w [out, in]`, plain of any dtype or quantised: `backend` for up to `MOST_ROWS` and a quantised matrix that
-    the kernel can read, "xla" for all else."""
+    """The backend that serves so many tokens and `w [out, in]`, plain of any dtype or quantised: `backend` for up to
+    `MOST_ROWS` and a quantised matrix that the kernel can read, "xla" for all else."""
     stack = w.stack if isinstance(w, LayerOf) else w
     return backend if tokens <= MOST_ROWS and isinstance(stack, QArray) and served(stack) else "xla"
 

@@ -29,7 +29,8 @@ def served(stack: jax.Array | QArray) -> bool:
         whole = sizes[0] % least == 0 and sizes[1] % (2 * least) == 0
     else:
         whole = all(math.gcd(size, block) >= least for size, block in zip(sizes, stack.block, strict=True))
-    return whole and math.prod(stack.values.shape) not in _BAD_BYTES
+    arrays = (stack.values, stack.scales)
+    return whole and not any(a.dtype.itemsize == 1 and math.prod(a.shape) in _BAD_BYTES for a in arrays)
 
 
 def fit(most: int, size: int, what: str) -> int:

@@ -231,9 +231,11 @@ def test_stacks_that_the_kernel_cannot_read():
     small = quantised(False, 4, 32, 64, (8, 64))
     assert not served(small) and served(quantised(False, 4, 32, 64)) and served(jnp.zeros((4, 24, 8)))
     values = jax.ShapeDtypeStruct((256, 2048, 6144), jnp.float8_e4m3fn)  # 3 GiB
-    assert not served(QArray(values, None)) and served(
-        QArray(jax.ShapeDtypeStruct((128, 2048, 6144), values.dtype), None)
-    )
+    scales = jax.ShapeDtypeStruct((256, 16, 48), jnp.float32)
+    half = jax.ShapeDtypeStruct((128, 2048, 6144), values.dtype)
+    assert not served(QArray(values, scales)) and served(QArray(half, scales))
+    packed, bytes_too = (jax.ShapeDtypeStruct((38, 256, 6144, n), jnp.uint8) for n in (128, 64))  # 8 and 4 GiB less 5 %
+    assert not served(QArray(packed, jax.ShapeDtypeStruct(bytes_too.shape, jnp.float8_e4m3fn), None, (1, 4)))
     assert not served(quantised(True, 4, 32, 48))
     assert fitting("triton", x, small, small, quantised(False, 4, 64, 32)) == "xla"
     assert fitting("triton", x, *(quantised(True, 4, 32, 64),) * 2, quantised(True, 4, 64, 32)) == "triton"
