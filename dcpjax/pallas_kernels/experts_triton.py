@@ -44,6 +44,8 @@ class ExpertsConfig:
         if isinstance(gate, QArray):
             # Bytes are fewer, so those of the tokens must be too.
             rows = 0 if tokens <= 16 else 16 if tokens <= 256 else 64
+            # Two warps read whole words of bytes from shared memory, four only pairs of bytes.
+            warps = 2 if gate.packed else 4
         elif tokens > 16:
             # Measured: more tokens make the result's tile the larger part of what is moved.
             out, depth, warps, stages = (128, 64, 4, 4) if tokens <= 32 else (256, 64, 8, 4)
