@@ -83,12 +83,17 @@ def product(
     """`size` rows from `begin` of the matrix at `place` of the stack of references `w`, times the values of a step of `depth`
     along the sum: `[size, tokens]` float32.
 
-    `read(start, size)` gives values `[tokens, size]` of the tokens that `prepared` made.
+    `read(start, size)` gives values `[tokens, size]` of the tokens that `prepared` made. Raises `NotImplementedError` for
+    tiles that cross blocks of scales.
     """
     first, across = step * depth, pl.ds(begin, size)
     if not isinstance(w, QArray):
         return _dot(w[*place, across, pl.ds(first, depth)], read(first, depth))
     if not w.packed:
+        if w.block[0] % size or w.block[1] % depth:
+            raise NotImplementedError(
+                f"a tile of {size} × {depth} crosses blocks of {w.block}: choose divisors of these"
+            )
         scale = w.scales[*place, begin // w.block[0], first // w.block[1]]
         values, tokens = w.values[*place, across, pl.ds(first, depth)], read(first, depth)
         # To bfloat16 by float32: those conversions run at several times the rate of the direct one.

@@ -99,6 +99,9 @@ def test_the_choice():
         project(x, odd, backend="triton")
     with pytest.raises(NotImplementedError, match="use backend xla"):
         project(tokens_of(3, 64, jnp.bfloat16), plain, backend="triton")
+    with pytest.raises(NotImplementedError, match="64 × 32 crosses blocks of"):
+        narrow = jax.tree.map(lambda a: a[0], make(False, 64, 64, (32, 32)))
+        project(tokens_of(3, 64, jnp.float32), narrow, config=ProjectionConfig(64, 32), backend="interpret")
 
 
 def test_the_config_gives_every_multiprocessor_work():
