@@ -25,7 +25,7 @@ MOST_QUANTISED = 256
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
     """into, out: columns of the hidden layer and of the result a program; depth: of one step along the sum; rows: pairs in a
-    listed tile, 0 for a tile of all tokens without a list."""
+    listed tile, 0 for a tile of all tokens without a list; into_splits, out_splits: programs that share a sum."""
 
     into: int = 32
     out: int = 64
@@ -33,6 +33,8 @@ class ExpertsConfig:
     warps: int = 4
     stages: int = 4
     rows: int = 0
+    into_splits: int = 1
+    out_splits: int = 1
 
     @classmethod
     def choose(cls, tokens: int, gate: jax.Array | QArray, down: jax.Array | QArray) -> "ExpertsConfig":
@@ -42,23 +44,28 @@ class ExpertsConfig:
         into_block, out_block = block_of(gate), block_of(down)
         rows, (out, depth, warps, stages) = 0, (64, 128, 4, 3)
         if isinstance(gate, QArray):
+            # Two warps read whole words of bytes from shared memory, four only pairs of bytes.
+            depth, warps = (256 if gate.packed else 128), 2
             # Bytes are fewer, so those of the tokens must be too.
             rows = 0 if tokens <= 16 else 16 if tokens <= 256 else 64
-            # Two warps read whole words of bytes from shared memory, four only pairs of bytes.
-            warps = 2 if gate.packed else 4
         elif tokens > 16:
             # Measured: more tokens make the result's tile the larger part of what is moved.
             out, depth, warps, stages = (128, 64, 4, 4) if tokens <= 32 else (256, 64, 8, 4)
+        depth = min(
+            fit(depth, math.gcd(inner, out_block[1]), "hidden values"),
+            fit(depth, math.gcd(width, into_block[1]), "values"),
+        )
+        # So few programs as one token has would wait for memory more than they read it.
+        splits = 4 if tokens <= 2 and isinstance(gate, QArray) else 1
         return cls(
             into=fit(64, math.gcd(inner, into_block[0]), "hidden values"),
             out=fit(out, math.gcd(width, out_block[0]), "values"),
-            depth=min(
-                fit(depth, math.gcd(inner, out_block[1]), "hidden values"),
-                fit(depth, math.gcd(width, into_block[1]), "values"),
-            ),
+            depth=depth,
             warps=warps,
             stages=stages,
             rows=rows,
+            into_splits=math.gcd(splits, width // depth),
+            out_splits=math.gcd(splits // 2 or 1, inner // depth),
         )
 
 
@@ -85,7 +92,7 @@ def experts_triton(
     16, or quantised stacks that are not `served`.
     """
     tokens, width = x.shape
-    per_token, inner = experts.shape[1], gate.shape[-2]
+    per_token = experts.shape[1]
     if not readable(gate, up, down):
         raise NotImplementedError(
             "quantised stacks have blocks or a size that the kernel cannot read; widen them first"
@@ -106,28 +113,34 @@ def experts_triton(
         mine = functools.partial(of_pair, tokens=tokens, per_token=per_token, rows=rows)
 
     # Rows past the pairs take what is computed for tokens that did not choose the expert.
-    def call(body, blocks, size, dtype, *tree):
-        args, structure = jax.tree.flatten((lists, *tree))
+    def parts(values, stacks, block, splits, dtype, of_pairs):
+        """Each stack's products with the `values` of its pairs: `[len(stacks), splits, pairs, out]`."""
+        shape = len(stacks), splits, pairs + rows, stacks[0].shape[-2]
+        args, structure = jax.tree.flatten((lists, prepared(values, stacks[0]), at, stacks))
 
         def kernel(*refs):
             lists, *ins = jax.tree.unflatten(structure, refs[:-1])
-            body(mine(*lists), *ins, refs[-1], config=config, interpret=interpret)
+            _products(mine(*lists), *ins, refs[-1], block, config.depth, of_pairs, interpret)
 
-        return pl.pallas_call(
+        made = pl.pallas_call(
             kernel,
-            grid=(blocks, len(lists[0]) if config.rows else pairs),
-            in_specs=[pl.BlockSpec(x.shape, lambda i, p, n=x.ndim: (0,) * n) for x in args],
-            out_specs=pl.BlockSpec((pairs + rows, size), lambda i, p: (0, 0)),
-            out_shape=jax.ShapeDtypeStruct((pairs + rows, size), dtype),
+            grid=(shape[-1] // block, len(lists[0]) if config.rows else pairs, splits),
+            in_specs=[pl.BlockSpec(x.shape, lambda i, p, s, n=x.ndim: (0,) * n) for x in args],
+            out_specs=pl.BlockSpec(shape, lambda i, p, s: (0, 0, 0, 0)),
+            out_shape=jax.ShapeDtypeStruct(shape, dtype),
             compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=config.stages),
             interpret=interpret,
-            name=f"experts_{body.__name__.strip('_')}",
+            name="experts_out" if of_pairs else "experts_into",
         )(*args)
+        return made[:, :, :pairs]
 
     at = jnp.asarray(layer, jnp.int32).reshape(1)
-    hidden = call(_into, inner // config.into, inner, x.dtype, prepared(x, gate), at, gate, up)
-    out = call(_out, width // config.out, width, jnp.float32, prepared(hidden, down), at, down)
-    return weighted_sum(out[:pairs].reshape(tokens, per_token, width), experts, weight).astype(x.dtype)
+    kind = x.dtype if config.into_splits == 1 else jnp.float32
+    # Rounded as the products of whole matrices are.
+    both = parts(x, (gate, up), config.into, config.into_splits, kind, False).sum(1).astype(x.dtype)
+    hidden = (jax.nn.silu(both[0].astype(jnp.float32)) * both[1].astype(jnp.float32)).astype(x.dtype)
+    (out,) = parts(hidden, (down,), config.out, config.out_splits, jnp.float32, True).sum(1)
+    return weighted_sum(out.reshape(tokens, per_token, width), experts, weight).astype(x.dtype)
 
 
 def weighted_sum(out: jax.Array, experts: jax.Array, weight: jax.Array) -> jax.Array:
@@ -136,51 +149,30 @@ def weighted_sum(out: jax.Array, experts: jax.Array, weight: jax.Array) -> jax.A
     return jnp.sum(jnp.where((experts < 0)[..., None], 0, out * weight[..., None]), axis=1)
 
 
-def _into(mine, tokens, layer_ref, gate_ref, up_ref, out_ref, *, config, interpret):
-    """`silu(gate x) * (up x)` of one expert and `into` hidden values, in the rows of its pairs."""
-    expert, any_pair, pair, _, token = mine
-    x_ref, factor_ref = tokens
-    begin = pl.program_id(0) * config.into
+def _products(mine, values, layer_ref, stacks, out_ref, block, depth, of_pairs, interpret):
+    """`block` values of each of the stacks' products for the pairs of one expert, or of one of the sum's parts."""
+    expert, any_pair, pair, real, token = mine
+    values_ref, factor_ref = values
+    begin, split = pl.program_id(0) * block, pl.program_id(2)
+    steps = values_ref.shape[1] // depth // out_ref.shape[1]
+    # Spare rows repeat some pair's.
+    source = jnp.where(real, pair, 0) if of_pairs else token
 
     def read(start, size):
-        return x_ref[token, pl.ds(start, size)]
+        return values_ref[source, pl.ds(start, size)]
 
     def step(i, acc):
-        place = layer_ref[0], expert
-        gate, up = (product(w, place, begin, config.into, i, config.depth, read, interpret) for w in (gate_ref, up_ref))
-        return acc[0] + gate, acc[1] + up
+        place, number = (layer_ref[0], expert), split * steps + i
+        return tuple(
+            total + product(w, place, begin, block, number, depth, read, interpret)
+            for total, w in zip(acc, stacks, strict=True)
+        )
 
     @pl.when(any_pair)
     def _():
-        zero = jnp.zeros((config.into, len(pair)), jnp.float32)
-        gate, up = jax.lax.fori_loop(0, x_ref.shape[1] // config.depth, step, (zero, zero))
-        if factor_ref is not None:
-            gate, up = gate * factor_ref[token][None], up * factor_ref[token][None]
-        # Rounded as the products of whole matrices are.
-        gate, up = gate.astype(out_ref.dtype).astype(jnp.float32), up.astype(out_ref.dtype).astype(jnp.float32)
-        hidden = gate * (1 / (1 + jnp.exp(-gate))) * up
-        out_ref[pair, pl.ds(begin, config.into)] = hidden.T.astype(out_ref.dtype)
-
-
-def _out(mine, hidden, layer_ref, down_ref, out_ref, *, config, interpret):
-    """`down` of one expert times the hidden values of its pairs, `out` values of each."""
-    expert, any_pair, pair, real, _ = mine
-    hidden_ref, factor_ref = hidden
-    begin = pl.program_id(0) * config.out
-    # The spare rows hold what was left there; whatever it is stays in its own row.
-    source = jnp.where(real, pair, 0)
-
-    def read(start, size):
-        return hidden_ref[source, pl.ds(start, size)]
-
-    def step(i, acc):
-        place = layer_ref[0], expert
-        return acc + product(down_ref, place, begin, config.out, i, config.depth, read, interpret)
-
-    @pl.when(any_pair)
-    def _():
-        zero = jnp.zeros((config.out, len(pair)), jnp.float32)
-        acc = jax.lax.fori_loop(0, hidden_ref.shape[1] // config.depth, step, zero)
-        if factor_ref is not None:
-            acc = acc * factor_ref[source][None]
-        out_ref[pair, pl.ds(begin, config.out)] = acc.T
+        zero = jnp.zeros((block, len(pair)), jnp.float32)
+        made = jax.lax.fori_loop(0, steps, step, (zero,) * len(stacks))
+        for i, total in enumerate(made):
+            if factor_ref is not None:
+                total = total * factor_ref[source][None]
+            out_ref[i, split, pair, pl.ds(begin, block)] = total.T.astype(out_ref.dtype)

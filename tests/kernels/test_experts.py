@@ -20,6 +20,7 @@ CASES = [
     (4, 1, 3, 32, 32, jnp.float32, None),
     (33, 4, 6, 32, 32, jnp.bfloat16, None),
     (40, 3, 5, 32, 48, jnp.float32, ExpertsConfig(16, 16, 16, rows=16)),
+    (3, 2, 4, 64, 96, jnp.float32, ExpertsConfig(16, 16, 16, into_splits=3, out_splits=2)),
 ]
 
 
