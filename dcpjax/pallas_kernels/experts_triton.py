@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from dcpjax.pallas_kernels.pairs import listed, of_pair, of_tile
-from dcpjax.pallas_kernels.tiles import block_of, fit, prepared, product, served
+from dcpjax.pallas_kernels.tiles import block_of, fit, prepared, product, reader, served
 from dcpjax.quant import QArray
 
 # Of plain stacks; more quantised ones than that take less time as copies.
@@ -112,7 +112,7 @@ def experts_triton(
         lists = (jnp.pad(experts.reshape(-1), (0, pl.next_power_of_2(pairs) - pairs), constant_values=-1),)
         mine = functools.partial(of_pair, tokens=tokens, per_token=per_token, rows=rows)
 
-    # Rows past the pairs take what is computed for tokens that did not choose the expert.
+    # Rows past the pairs take what is computed where a tile has no pair.
     def parts(values, stacks, block, splits, dtype, of_pairs):
         """Each stack's products with the `values` of its pairs: `[len(stacks), splits, pairs, out]`."""
         shape = len(stacks), splits, pairs + rows, stacks[0].shape[-2]
@@ -155,11 +155,8 @@ def _products(mine, values, layer_ref, stacks, out_ref, block, depth, of_pairs, 
     values_ref, factor_ref = values
     begin, split = pl.program_id(0) * block, pl.program_id(2)
     steps = values_ref.shape[1] // depth // out_ref.shape[1]
-    # Spare rows repeat some pair's.
     source = jnp.where(real, pair, 0) if of_pairs else token
-
-    def read(start, size):
-        return values_ref[source, pl.ds(start, size)]
+    read = reader(values_ref, source, real)
 
     def step(i, acc):
         place, number = (layer_ref[0], expert), split * steps + i

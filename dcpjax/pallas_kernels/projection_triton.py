@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from dcpjax.pallas_kernels.tiles import block_of, fit, prepared, product, served
+from dcpjax.pallas_kernels.tiles import block_of, fit, prepared, product, reader, served
 from dcpjax.quant import LayerOf, QArray
 
 # Fewer would leave some of an H200's 132 multiprocessors without work.
@@ -80,11 +80,9 @@ def _project(x, layer_ref, w, out_ref, *, tokens, steps, config, interpret):
     """`out` values of all tokens, or of `splits` parts of them one."""
     x_ref, factor_ref = x
     begin, split = pl.program_id(0) * config.out, pl.program_id(1)
-    # Places past the last token repeat it: the same numbers, in the same place.
-    token = jnp.minimum(jnp.arange(max(16, pl.next_power_of_2(tokens)), dtype=jnp.int32), tokens - 1)
-
-    def read(start, size):
-        return x_ref[token, pl.ds(start, size)]
+    row = jnp.arange(max(16, pl.next_power_of_2(tokens)), dtype=jnp.int32)
+    real, token = row < tokens, jnp.minimum(row, tokens - 1)
+    read = reader(x_ref, token, real)
 
     def step(i, acc):
         return acc + product(w, (layer_ref[0],), begin, config.out, split * steps + i, config.depth, read, interpret)
@@ -92,4 +90,6 @@ def _project(x, layer_ref, w, out_ref, *, tokens, steps, config, interpret):
     acc = jax.lax.fori_loop(0, steps, step, jnp.zeros((config.out, len(token)), jnp.float32))
     if factor_ref is not None:
         acc = acc * factor_ref[token][None]
-    out_ref[split, token, pl.ds(begin, config.out)] = acc.T.astype(out_ref.dtype)
+    column = begin + jnp.arange(config.out, dtype=jnp.int32)
+    mine = jnp.broadcast_to(real[:, None], (len(row), config.out))
+    plt.store(out_ref.at[split, row[:, None], column[None]], acc.T.astype(out_ref.dtype), mask=mine)

@@ -76,6 +76,18 @@ def _power(exponent):
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
+def reader(tokens: Any, row: jax.Array, real: jax.Array) -> Callable:
+    """`read` for `product`: rows `row [n]` of the reference `tokens`, zeros where they are not `real`, which are not read: beside
+    bytes of weights the values of tokens are no small part."""
+
+    def read(start, size):
+        column = start + jnp.arange(size, dtype=jnp.int32)
+        mine = jnp.broadcast_to(real[:, None], (len(real), size))
+        return plt.load(tokens.at[row[:, None], column[None]], mask=mine, other=0)
+
+    return read
+
+
 def product(
     w: Any, place: tuple[jax.Array, ...], begin: jax.Array, size: int, step: jax.Array, depth: int, read: Callable,
     interpret: bool,
