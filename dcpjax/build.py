@@ -20,7 +20,6 @@ from dcpjax.errors import ConfigError, MemoryLimitError
 from dcpjax.kernels import Kernels
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import MeshPlan, make_plan
-from dcpjax.pallas_kernels.experts_triton import MOST_TOKENS
 from dcpjax.runner import Runner
 from dcpjax.spec import Speculation
 from models import weights
@@ -195,7 +194,7 @@ def resolve(
             )
         pages = capacity.num_pages(shape, config.block_size, seqs * length, room)
     kernels = choose_kernels(config, cfg, plan, dtype, shape.latent.packed is not None)
-    _check_interpreted(kernels, cfg, plan, tokens)
+    _check_interpreted(kernels, cfg, plan)
     return Resolved(
         net=Network(cfg, plan, AttentionOptions(backend=config.backend, debug=config.debug, kernels=kernels)),
         dtype=dtype,
@@ -213,16 +212,15 @@ def choose_kernels(config: EngineConfig, cfg: ModelConfig, plan: MeshPlan, dtype
     return Kernels.chosen(config.kernels, plan.platform, dtype, *widths, packed)
 
 
-def _check_interpreted(kernels: Kernels, cfg: ModelConfig, plan: MeshPlan, tokens: int) -> None:
+def _check_interpreted(kernels: Kernels, cfg: ModelConfig, plan: MeshPlan) -> None:
     """The interpreter runs the experts' kernel alone; on GPUs another one takes what it does not serve."""
     if kernels.experts != "interpret":
         return
     (inner,) = plan.sharding("expert_width").shard_shape((plan.pad(cfg.moe.width, "expert_width"),))
-    if tokens > MOST_TOKENS or inner % 16 or cfg.hidden_size % 16:
+    if inner % 16 or cfg.hidden_size % 16:
         raise ConfigError(
-            f"kernels: experts 'interpret' serves {MOST_TOKENS} tokens a step and widths in multiples of 16; here a step has "
-            f"max_num_batched_tokens {tokens}, and a device {inner} of an expert's values and {cfg.hidden_size} between "
-            "them: use 'xla', or fewer tokens"
+            f"kernels: experts 'interpret' serves widths in multiples of 16; here a device has {inner} of an expert's values "
+            f"and {cfg.hidden_size} between them: use 'xla'"
         )
 
 

@@ -7,8 +7,11 @@ the kernel.
 import jax
 import jax.numpy as jnp
 
-from dcpjax.pallas_kernels.experts_triton import ExpertsConfig, experts_triton, most_tokens, readable, weighted_sum
+from dcpjax.pallas_kernels.experts_triton import ExpertsConfig, experts_triton, readable, weighted_sum
 from dcpjax.quant import QArray, plain
+
+# More tokens than that take less time by the grouped product, quantised experts as copies.
+MOST_TOKENS = 256
 
 # Blocks of JAX's grouped product for Hopper: columns of the result, and depth of a step along the sum.
 _COLUMNS, _DEPTH = 128, 64
@@ -19,13 +22,13 @@ def fitting(
 ) -> str:
     """The backend that serves tokens `x [T, D]` and these stacks, plain ones of any dtype or quantised.
 
-    "triton" is meant up to `most_tokens`, and "mosaic" above and where the triton kernel has not these widths; "xla" is
+    "triton" is meant up to `MOST_TOKENS`, and "mosaic" above and where the triton kernel has not these widths; "xla" is
     what is left. Others stay what they are.
     """
     (tokens, width), inner, dtype = x.shape, gate.shape[-2], x.dtype
     if backend not in ("triton", "mosaic"):
         return backend
-    fits = tokens <= most_tokens(gate) and width % 16 == 0 and inner % 16 == 0
+    fits = tokens <= MOST_TOKENS and width % 16 == 0 and inner % 16 == 0
     if backend == "triton" and fits and readable(gate, up, down):
         return "triton"
     # Both products' results are whole blocks; so are then the sums.
@@ -41,7 +44,7 @@ def experts_ffn(
 
     `x [T, D]`; `experts [T, k]` int32, different ones in a row, −1 for one that is left out; `weight [T, k]` float32;
     stacks `gate`, `up [E, I, D]`, `down [E, D, I]`, plain or quantised, or with a `layer` those of all layers, `[N, …]`.
-    `backend` is "xla", "triton" (at most `most_tokens`; "interpret" for tests) or "mosaic" (any number). Raises
+    `backend` is "xla", "triton" ("interpret" for tests) or "mosaic". Raises
     `NotImplementedError` where the kernel does not serve these shapes.
     """
     stacks = gate, up, down

@@ -17,10 +17,6 @@ from dcpjax.pallas_kernels.pairs import listed, of_pair, of_tile
 from dcpjax.pallas_kernels.tiles import block_of, fit, prepared, product, reader, served
 from dcpjax.quant import QArray
 
-# Of plain stacks; more quantised ones than that take less time as copies.
-MOST_TOKENS = 64
-MOST_QUANTISED = 256
-
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
@@ -42,36 +38,25 @@ class ExpertsConfig:
         block of scales, if any."""
         width, inner = down.shape[-2:]
         into_block, out_block = block_of(gate), block_of(down)
-        rows, (out, depth, warps, stages) = 0, (64, 128, 4, 3)
-        if isinstance(gate, QArray):
-            # Two warps read whole words of bytes from shared memory, four only pairs of bytes.
-            depth, warps = (256 if gate.packed else 128), 2
-            # Bytes are fewer, so those of the tokens must be too.
-            rows = 0 if tokens <= 16 else 16 if tokens <= 256 else 64
-        elif tokens > 16:
-            # Measured: more tokens make the result's tile the larger part of what is moved.
-            out, depth, warps, stages = (128, 64, 4, 4) if tokens <= 32 else (256, 64, 8, 4)
+        quantised = isinstance(gate, QArray)
+        # Two warps read whole words of bytes from shared memory, four only pairs of bytes.
+        depth, warps, stages = (256 if gate.packed else 128, 2, 3) if quantised else (128, 4, 3)
         depth = min(
             fit(depth, math.gcd(inner, out_block[1]), "hidden values"),
             fit(depth, math.gcd(width, into_block[1]), "values"),
         )
         # So few programs as one token has would wait for memory more than they read it.
-        splits = 4 if tokens <= 2 and isinstance(gate, QArray) else 1
+        splits = 2 if quantised and tokens == 1 else 1
         return cls(
             into=fit(64, math.gcd(inner, into_block[0]), "hidden values"),
-            out=fit(out, math.gcd(width, out_block[0]), "values"),
+            out=fit(64, math.gcd(width, out_block[0]), "values"),
             depth=depth,
             warps=warps,
             stages=stages,
-            rows=rows,
+            # Of more tokens, few chose a given expert.
+            rows=16 if tokens > 16 else 0,
             into_splits=math.gcd(splits, width // depth),
-            out_splits=math.gcd(splits // 2 or 1, inner // depth),
         )
-
-
-def most_tokens(stack: jax.Array | QArray) -> int:
-    """Tokens of a step up to which this kernel is meant for a stack `[…, out, in]`, plain of any dtype or quantised."""
-    return MOST_QUANTISED if isinstance(stack, QArray) else MOST_TOKENS
 
 
 def readable(gate: jax.Array | QArray, up: jax.Array | QArray, down: jax.Array | QArray) -> bool:
@@ -88,8 +73,7 @@ def experts_triton(
     """`experts_ffn` on the Triton backend, with its shapes and dtypes: `x [T, D]` → `[T, D]`. The stacks are those of all
     layers, `[N, E, …]`, plain or quantised: cutting one out would copy it.
 
-    Raises `NotImplementedError` for more than `MOST_TOKENS` tokens without lists of pairs, widths that are no multiples of
-    16, or quantised stacks that are not `served`.
+    Raises `NotImplementedError` for widths that are no multiples of 16, and for quantised stacks that are not `served`.
     """
     tokens, width = x.shape
     per_token = experts.shape[1]
@@ -99,10 +83,6 @@ def experts_triton(
         )
     if config is None:
         config = ExpertsConfig.choose(tokens, gate, down)
-    if tokens > MOST_TOKENS and not config.rows:
-        raise NotImplementedError(
-            f"{tokens} tokens: the kernel serves at most {MOST_TOKENS}; use backend mosaic or xla"
-        )
     pairs = tokens * per_token
     if config.rows:
         rows, lists = config.rows, listed(experts, gate.shape[-3], config.rows)

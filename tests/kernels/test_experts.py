@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcpjax.pallas_kernels.experts import experts_ffn, fitting
-from dcpjax.pallas_kernels.experts_triton import MOST_TOKENS, ExpertsConfig
+from dcpjax.pallas_kernels.experts_triton import ExpertsConfig
 from dcpjax.pallas_kernels.pairs import listed
 from dcpjax.pallas_kernels.tiles import served
 from dcpjax.quant import QArray, plain
@@ -103,7 +103,7 @@ def test_reference_equals_float64(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend, tokens", [("triton", 1), ("triton", 16), ("triton", 64), ("mosaic", 100)])
+@pytest.mark.parametrize("backend, tokens", [("triton", 1), ("triton", 16), ("triton", 100), ("mosaic", 100)])
 def test_large_on_the_device(backend, tokens):
     args = make(tokens, 4, 16, 256, 512, jnp.bfloat16)
     stacks = args[3:] if backend == "triton" else [jnp.nan_to_num(a) for a in args[3:]]
@@ -122,8 +122,6 @@ def test_lowers_for_h200(backend, tokens, inner):
 
 
 def test_other_sizes_are_refused():
-    with pytest.raises(NotImplementedError, match=f"at most {MOST_TOKENS}"):
-        experts_ffn(*make(MOST_TOKENS + 1, 1, 2, 16, 16, jnp.float32), backend="triton")
     with pytest.raises(NotImplementedError, match="multiples of 16"):
         experts_ffn(*make(1, 1, 2, 24, 16, jnp.float32), backend="triton")
     with pytest.raises(NotImplementedError, match="128 × 64"):
