@@ -14,6 +14,7 @@ from dcpjax.kernels import Kernels
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import ALL, MeshPlan
 from dcpjax.moe import moe_ffn
+from dcpjax.pallas_kernels.experts import MOST_TOKENS
 
 HEADS, DIM, TOPK, PAGE, PAGES, TABLE = 32, 128, 2048, 64, 90, 80
 
@@ -46,7 +47,7 @@ def test_selection_lowers_for_h200s(dcp, rows, tokens):
     assert text.count("all_gather") >= (dcp > 1)
 
 
-@pytest.mark.parametrize("tokens, kernel", [(4, "experts_into"), (256, "mosaic_gpu")])
+@pytest.mark.parametrize("tokens, kernel", [(4, "experts_into"), (2 * MOST_TOKENS, "mosaic_gpu")])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_experts_lower_for_h200s(devices, tokens, kernel):
     plan, shape = plan_of(devices), jax.ShapeDtypeStruct

@@ -187,8 +187,8 @@ REFUSED = [
     ({"kernels": {"experts": "mosaic"}}, "experts 'mosaic' runs on NVIDIA GPUs"),
     ({"kernels": {"sparse_mla": "interpret"}}, "does not serve rows of 16 and 8 values; use 'xla'"),
     (
-        {"kernels": {"experts": "interpret"}, "hf_overrides": {"moe_intermediate_size": 24}},
-        "serves widths in multiples of 16; here a device has 24 of an expert's values",
+        {"kernels": {"experts": "interpret"}, "tensor_parallel_size": 2},
+        "serves widths in multiples of 16; here a device has 8 of an expert's values",
     ),
     ({"max_model_len": 0}, "max_model_len 0 must be between 2 .* and the model's 256"),
     ({"max_model_len": 257}, "max_model_len 257 must be between"),
