@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from dcpjax.pallas_kernels.experts_triton import ExpertsConfig, experts_triton, readable, weighted_sum
 from dcpjax.quant import QArray, plain
 
-# More tokens than that take less time by the grouped product, quantised experts as copies.
-MOST_TOKENS = 256
+# Of a step; more are not measured, and the grouped product is made for them. Quantised experts are copied for it.
+MOST_TOKENS = 2048
 
 # Blocks of JAX's grouped product for Hopper: columns of the result, and depth of a step along the sum.
 _COLUMNS, _DEPTH = 128, 64

@@ -38,23 +38,31 @@ class ExpertsConfig:
         block of scales, if any."""
         width, inner = down.shape[-2:]
         into_block, out_block = block_of(gate), block_of(down)
-        quantised = isinstance(gate, QArray)
-        # Two warps read whole words of bytes from shared memory, four only pairs of bytes.
-        depth, warps, stages = (256 if gate.packed else 128, 2, 3) if quantised else (128, 4, 3)
+        packed, quantised = isinstance(gate, QArray) and gate.packed, isinstance(gate, QArray)
+        # Experts of a model with 256: with more tokens, more of them chose the same one.
+        rows = 0 if tokens <= 16 else 16 if tokens <= 256 else 64
+        into, out, depth, warps, stages, splits = 64, 64, 128, 4, 3, 1
+        if quantised and tokens <= 512:
+            # Two warps read whole words of bytes from shared memory, four only pairs of bytes.
+            rows, depth, warps = min(rows, 16), 256 if packed else 128, 2
+            if tokens == 1:
+                # So few programs would wait for memory more than they read it.
+                into, splits = 64 if packed else 32, 2
+        elif not quantised and 256 < tokens <= 512:
+            rows = 32
+        elif not quantised and tokens > 1024:
+            into, out, depth, warps, rows = 128, 128, 64, 8, 128
         depth = min(
             fit(depth, math.gcd(inner, out_block[1]), "hidden values"),
             fit(depth, math.gcd(width, into_block[1]), "values"),
         )
-        # So few programs as one token has would wait for memory more than they read it.
-        splits = 2 if quantised and tokens == 1 else 1
         return cls(
-            into=fit(64, math.gcd(inner, into_block[0]), "hidden values"),
-            out=fit(64, math.gcd(width, out_block[0]), "values"),
+            into=fit(into, math.gcd(inner, into_block[0]), "hidden values"),
+            out=fit(out, math.gcd(width, out_block[0]), "values"),
             depth=depth,
             warps=warps,
             stages=stages,
-            # Of more tokens, few chose a given expert.
-            rows=16 if tokens > 16 else 0,
+            rows=rows,
             into_splits=math.gcd(splits, width // depth),
         )
 
