@@ -52,7 +52,7 @@ class EngineConfig:
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = 0.92
     kernels: str | dict[str, Any] | None = "auto"
     load_format: str = "auto"
 

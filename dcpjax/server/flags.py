@@ -99,7 +99,7 @@ def _add_cache(group: argparse._ArgumentGroup) -> None:
     add("--block-size", type=count, default=64, help="tokens of a logical page, the same at every dcp size")
     add("--num-gpu-blocks-override", type=count, help="exact number of blocks, the dummy block 0 included")
     add("--kv-cache-memory-bytes", type=count, help="for the cache over all devices")
-    share = {"type": float, "default": 0.9, "metavar": "SHARE"}
+    share = {"type": float, "default": 0.92, "metavar": "SHARE"}
     add("--gpu-memory-utilization", **share, help="for weights and cache, of what JAX takes of a GPU")
     add("--kv-cache-dtype", choices=("auto", "bfloat16", "float32", "fp8", "fp8_e4m3"), default="auto", help="records")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="reuse equal beginnings")

@@ -45,7 +45,7 @@ def test_the_published_model_on_eight_devices(tmp_path, capsys):
     assert 94e9 < found["weight_bytes_per_device"] < 97e9
     assert found["weight_bytes_per_device"] == sum(found["weight_bytes_per_device_by_group"].values())
     assert found["kv_bytes_per_token_per_device"] == 79 * 656 / 4 + 22 * 132 / 4 == 13_682
-    room = 0.9 * 141e9 - found["weight_bytes_per_device"]
+    room = 0.92 * 141e9 - found["weight_bytes_per_device"]
     assert found["kv_tokens"] == (int(room // (13_682 * 64)) - 1) * 64
     assert 2.5 < found["step_floor_ms"] < 4.5
     layouts = {(x["dcp"], x["kv_cache_dtype"], x["draft_kv"], x["index_shards"]): x for x in found["layouts"]}
