@@ -25,6 +25,7 @@ from dcpjax.server.protocol import (
     TokenizeBody,
     read_body,
 )
+from dcpjax.server.request_log import RequestLog
 from dcpjax.server.responses import responses
 from dcpjax.server.responses_body import ResponsesBody
 from dcpjax.server.schema import JSON, STREAM, TEXT, UNAVAILABLE, Routes
@@ -47,7 +48,8 @@ def make_app(service: Service) -> ASGIApp:
 
     app = Starlette(routes=routes.routes)
     errors.install(app)
-    return Gate.around(app, service)
+    gate, options = Gate.around(app, service), service.options
+    return RequestLog(gate, options.quiet_paths) if options.log_requests else gate
 
 
 def _add_answers(routes: Routes, service: Service) -> None:

@@ -158,6 +158,8 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
         dev_endpoints=_loopback(given) if given.enable_dev_endpoints is None else given.enable_dev_endpoints,
         profile_dir=given.profile_dir,
         log_stats=not given.disable_log_stats,
+        log_requests=given.enable_log_requests and not given.disable_log_requests,
+        quiet_paths=given.disable_access_log_for_endpoints,
         parallelism=(
             given.tensor_parallel_size or given.decode_context_parallel_size,
             given.decode_context_parallel_size,
@@ -173,6 +175,7 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
         keyfile=given.ssl_keyfile,
         certfile=given.ssl_certfile,
         shutdown_timeout=given.shutdown_timeout,
+        log_level=given.uvicorn_log_level,
     )
     return Settings(llm, options, listen, given.engine, tuple(warnings))
 

@@ -12,15 +12,11 @@ WITHOUT_MEANING = {
     "--enforce-eager": False,
     "--disable-custom-all-reduce": False,
     "--enable-chunked-prefill": False,
-    "--disable-log-requests": False,
-    "--enable-log-requests": False,
     "--async-scheduling": False,
     "--moe-backend": True,
     "--attention-backend": True,
     "--distributed-executor-backend": True,
     "--swap-space": True,
-    "--uvicorn-log-level": True,
-    "--disable-access-log-for-endpoints": True,
 }
 
 # They hold a JSON object, and take `--flag.key value` too.
@@ -157,6 +153,12 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     add("--request-timeout", type=float, metavar="SECONDS", help="a request without a token by then is refused")
     add("--shutdown-timeout", type=float, default=30.0, help="seconds that running requests get after SIGTERM")
     add("--disable-log-stats", **switch, default=False, help="no line every few busy seconds")
+    add("--enable-log-requests", **switch, default=False, help="a line for every request, without its text")
+    add("--disable-log-requests", **switch, default=False, help="wins over --enable-log-requests")
+    quiet = {"type": paths, "metavar": "/A,/B", "default": "/health,/metrics,/ping,/ready"}
+    add("--disable-access-log-for-endpoints", **quiet, help="paths of which --enable-log-requests writes none")
+    levels = ("critical", "error", "warning", "info", "debug", "trace")
+    add("--uvicorn-log-level", choices=levels, default="warning", help="what the log has of connections")
     add("--profile-dir", metavar="FOLDER", help="for /start_profile (default: a temporary folder each time)")
     add("--enable-dev-endpoints", **switch, help="reset, server_info, abort (default: on a loopback address)")
 
@@ -187,6 +189,15 @@ def _json(text: str) -> Any:
 def kernels(text: str) -> str | dict[str, Any]:
     """`auto`, `xla`, or a JSON object by the kernel's name; see `Kernels`."""
     return text if text in ("auto", "xla") else json_object(text)
+
+
+def paths(text: str) -> tuple[str, ...]:
+    """`/health,/metrics`; none if empty. Raises `argparse.ArgumentTypeError`."""
+    given = tuple(path.strip() for path in text.split(",") if path.strip())
+    for path in given:
+        if not path.startswith("/"):
+            raise argparse.ArgumentTypeError(f"{path[:200]!r} must begin with /; give paths with commas between them")
+    return given
 
 
 def count(text: str) -> int:

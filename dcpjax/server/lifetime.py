@@ -44,7 +44,7 @@ _NEW_OBJECTS = 50_000
 @dataclasses.dataclass(frozen=True)
 class Listen:
     """Where to listen, and how long running requests get once a signal came (seconds). uds: a Unix socket instead of
-    host and port. keyfile, certfile: for HTTPS."""
+    host and port. keyfile, certfile: for HTTPS. log_level: what the log has of connections, by uvicorn's names."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -53,6 +53,7 @@ class Listen:
     keyfile: str | None = None
     certfile: str | None = None
     shutdown_timeout: float = 30.0
+    log_level: str = "warning"
 
 
 class _Server(uvicorn.Server):
@@ -75,7 +76,7 @@ def serve(service: Service, load: Callable[[], "LLM"], listen: Listen) -> int:
         log_config=None,
         access_log=False,
         lifespan="off",
-        log_level="warning",
+        log_level=listen.log_level,
         timeout_keep_alive=75,
         server_header=False,
         root_path=listen.root_path,

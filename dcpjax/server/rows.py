@@ -133,6 +133,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         ),
         Row("a long prompt does not stall others", "structure::test_a_long_prompt_does_not_stall_a_stream"),
         Row("clients that misbehave", "soak::test_a_minute"),
+        Row("`--enable-log-requests`, `--uvicorn-log-level`", "flags::test_a_line_for_every_request"),
         Row("nothing of a request waits for the collector", "remains::test_nothing_waits_for_the_collector"),
         Row("many at once give the texts of one at a time", "tiny::test_twenty_at_once_beside_a_long_prompt"),
     ),

@@ -55,7 +55,7 @@ class ServerOptions:
     that may wait. request_timeout: seconds to the first token, None: no limit. retry_after: seconds that clients are told
     to wait while the server drains. parallelism: devices and dcp size. fingerprint: what of the configuration can change
     an answer, as text. pin: the acceptance length that is forced, see `Speculation`.
-    profile_dir: see `Profiler`.
+    profile_dir: see `Profiler`. log_requests: whether every request gets a line in the log, but for those of quiet_paths.
     """
 
     served_names: tuple[str, ...] = ()
@@ -83,6 +83,8 @@ class ServerOptions:
     dev_endpoints: bool = True
     profile_dir: str | None = None
     log_stats: bool = True
+    log_requests: bool = False
+    quiet_paths: tuple[str, ...] = ()
     parallelism: tuple[int, int] = (1, 1)
     fingerprint: str = ""
     pin: float | None = None

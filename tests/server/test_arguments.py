@@ -120,6 +120,7 @@ def test_dotted_json_is_laid_over_the_whole():
         (["--revision", "main"], "is for a Hub id owner/name without @; the model is None"),
         (["a/b@c", "--revision", "main"], "is for a Hub id owner/name without @"),
         (["--structured-outputs-config.backend", "xgrammar"], "backend 'xgrammar' is not known; use llguidance"),
+        (["--disable-access-log-for-endpoints", "/a,b"], "'b' must begin with /"),
         (["--root-path", "api"], "--root-path must begin with /; got 'api'"),
         (["--port", "70000"], "between 0 and 65535"),
         (["--max-logprobs", "-2"], "at least -1"),
@@ -138,6 +139,8 @@ def test_flags_without_meaning_are_accepted_with_a_warning_each():
     assert sorted(line.split()[0] for line in settings.warnings) == [
         "--enforce-eager", "--moe-backend", "--swap-space", "--trust-remote-code"
     ]  # fmt: skip
+    logs = [parse(words).options.log_requests for words in (["--enable-log-requests", "--disable-log-requests"], [])]
+    assert logs == [False, False]
     settings = parse(["a/b", "--revision", "v1", "--load-format", "runai_streamer"])
     assert settings.llm["model"] == "a/b@v1" and settings.llm["load_format"] == "auto"
     assert settings.warnings == ("--load-format runai_streamer has no effect here: safetensors are read",)

@@ -1,12 +1,13 @@
 """Flags and fields that change what is made of a conversation, each through a socket."""
 
 import json
+import re
 
 import httpx
 import pytest
 
 from dcpjax.server.echo import TINY
-from tests.server.process import EchoProcess
+from tests.server.process import EchoProcess, wait_for
 
 CHAT = "/v1/chat/completions"
 KEEP = {"clear_thinking": False}
@@ -15,13 +16,19 @@ CALL = "hm</think>Wait. <tool_call>now</tool_call>"
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory):
+def server(tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text((TINY / "chat_template.jinja").read_text().replace("<sop>", "<sop>Marked.", 1))
     flags = ["--default-chat-template-kwargs", json.dumps(KEEP), "--chat-template", str(template), "--api-key", "k"]
     flags += ["--block-size", "16", "--max-logprobs", "-1", "--no-enable-auto-tool-choice"]
-    with EchoProcess(*flags) as server, httpx.Client(base_url=server.url, timeout=20) as client:
-        client.headers["x-api-key"] = "k"
+    flags += ["--enable-log-requests", "--disable-access-log-for-endpoints", "/health,/v1/models"]
+    with EchoProcess(*flags, "--uvicorn-log-level", "info") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with httpx.Client(base_url=server.url, timeout=20, headers={"x-api-key": "k"}) as client:
         yield client
 
 
@@ -81,3 +88,23 @@ def test_what_anthropics_agents_send(client):
     assert [block["type"] for block in answer["content"]] == ["thinking", "text"]
     assert answer["content"][1]["text"] == "Hello" and answer["stop_reason"] == "end_turn"
     assert client.post("/v1/messages", json=body, headers={"x-api-key": "other"}).status_code == 401
+
+
+def test_a_line_for_every_request(server, client):
+    """Once it is answered, but for what monitors ask; nothing of what was asked or answered, and no line that a client made
+    up."""
+    quiet = [client.get(path).status_code for path in ("/health", "/v1/models")]
+    body = {"messages": [user("A secret.")], "stream": True, "max_tokens": 3}
+    client.post(CHAT, json=body, headers={"X-Request-Id": "mine"})
+    assert client.post("/v1/none%0AINFO dcpjax.requests: GET", headers={"x-api-key": "?"}).status_code == 401
+    wait_for(lambda: any(" '/v1/none" in line for line in server.stderr))
+    lines = [line for line in server.stderr if line.startswith("INFO dcpjax.requests: ")]
+    assert re.fullmatch(
+        r"INFO dcpjax.requests: POST '/v1/chat/completions': 200 after \d+\.\d{3} s, request 'mine'\n", lines[-2]
+    )
+    assert re.fullmatch(
+        r".*: POST '/v1/none\\nINFO dcpjax.requests: GET': 401 after .* s, request '[0-9a-f]{32}'\n", lines[-1]
+    )
+    log = "".join(server.stderr)
+    assert quiet == [200, 200] and "/health" not in log and "/v1/models" not in log and "secret" not in log
+    assert "INFO uvicorn.error: " in log
