@@ -19,14 +19,14 @@ CHOICES = {
     "merge": ("xla", "triton", "interpret"),
     "indexer": ("xla", "triton", "interpret"),
     "topk": ("xla", "triton", "interpret"),
-    "experts": ("xla", "triton", "mosaic", "interpret"),
+    "experts": ("xla", "triton", "interpret"),
     "projections": ("xla", "triton", "interpret"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """An implementation for each operation: "xla" everywhere, "triton" and "mosaic" on GPUs, "interpret" for tests.
+    """An implementation for each operation: "xla" everywhere, "triton" on GPUs, "interpret" for tests.
 
     sparse_mla: attention over selected rows. merge: the sum of ranks' parts after an all-to-all. indexer, topk: scores
     and selection. experts: routed experts. projections: dense products with quantised matrices. invariant: lists are
@@ -101,7 +101,7 @@ class Kernels:
         weights loaded. Raises `ConfigError`."""
         for name in CHOICES:
             asked = getattr(self, name)
-            if asked in ("triton", "mosaic") and platform not in ("gpu", "cuda"):
+            if asked == "triton" and platform not in ("gpu", "cuda"):
                 raise ConfigError(
                     f"kernels: {name} {asked!r} runs on NVIDIA GPUs, these devices are {platform}; use 'xla'"
                 )

@@ -109,7 +109,7 @@ def moe_ffn(
         if backend == "xla" and plan.platform == "cpu":
             routed = experts_everywhere(x, experts, weight, *jax.tree.map(lambda a: a[layer], (gate, up, down)))
         else:
-            chosen = fitting(backend, x, gate, up, down)
+            chosen = fitting(backend, gate, up, down)
             routed = experts_ffn(x, experts, weight, gate, up, down, layer=layer, backend=chosen)
         return collectives.sum_devices(routed + swiglu(x, *shared, dense))
 

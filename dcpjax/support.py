@@ -96,7 +96,7 @@ _CASES: dict[str, list[dict]] = {
             ("auto", {"dtype": "float32"}),
             ("auto", {"kv_cache_dtype": "fp8"}),
             ("xla", {}),
-            ({"experts": "mosaic"}, {}),
+            ({"experts": "xla"}, {}),
             ({"merge": "xla", "invariant": True}, {}),
             ({"topk": "cub"}, {}),
             ({"attention": "triton"}, {}),
@@ -106,8 +106,7 @@ _CASES: dict[str, list[dict]] = {
         )
     ],
     "Kernels on CPU": [
-        {"kernels": kernels}
-        for kernels in ("auto", "xla", {"sparse_mla": "triton"}, {"experts": "mosaic"}, {"experts": "interpret"})
+        {"kernels": kernels} for kernels in ("auto", "xla", {"sparse_mla": "triton"}, {"experts": "interpret"})
     ],
     "Memory of H200s (JAX takes 134 of 141 GB)": [
         {**sizes, "quantization_config": form, "num_blocks": None, "gpu_memory": _H200, **more}

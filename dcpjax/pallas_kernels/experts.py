@@ -4,36 +4,22 @@ With few tokens the time is that of reading the weights of the experts that were
 the kernel.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from dcpjax.pallas_kernels.experts_triton import ExpertsConfig, experts_triton, readable, weighted_sum
 from dcpjax.quant import QArray, plain
 
-# Of a step; more are not measured, and the grouped product is made for them. Quantised experts are copied for it.
-MOST_TOKENS = 2048
 
-# Blocks of JAX's grouped product for Hopper: columns of the result, and depth of a step along the sum.
-_COLUMNS, _DEPTH = 128, 64
-
-
-def fitting(
-    backend: str, x: jax.Array, gate: jax.Array | QArray, up: jax.Array | QArray, down: jax.Array | QArray
-) -> str:
-    """The backend that serves tokens `x [T, D]` and these stacks, plain ones of any dtype or quantised.
-
-    "triton" is meant up to `MOST_TOKENS`, and "mosaic" above and where the triton kernel has not these widths; "xla" is
-    what is left. Others stay what they are.
-    """
-    (tokens, width), inner, dtype = x.shape, gate.shape[-2], x.dtype
-    if backend not in ("triton", "mosaic"):
+def fitting(backend: str, gate: jax.Array | QArray, up: jax.Array | QArray, down: jax.Array | QArray) -> str:
+    """The backend that serves these stacks `[…, out, in]`, plain ones of any dtype or quantised: "triton" only where it has
+    their widths and can read them, else "xla". Others stay what they are."""
+    if backend != "triton":
         return backend
-    fits = tokens <= MOST_TOKENS and width % 16 == 0 and inner % 16 == 0
-    if backend == "triton" and fits and readable(gate, up, down):
-        return "triton"
-    # Both products' results are whole blocks; so are then the sums.
-    whole = width % _COLUMNS == 0 and inner % _COLUMNS == 0
-    return "mosaic" if whole and dtype == jnp.bfloat16 else "xla"
+    whole = all(size % 16 == 0 for size in down.shape[-2:])
+    return "triton" if whole and readable(gate, up, down) else "xla"
 
 
 def experts_ffn(
@@ -44,7 +30,7 @@ def experts_ffn(
 
     `x [T, D]`; `experts [T, k]` int32, different ones in a row, −1 for one that is left out; `weight [T, k]` float32;
     stacks `gate`, `up [E, I, D]`, `down [E, D, I]`, plain or quantised, or with a `layer` those of all layers, `[N, …]`.
-    `backend` is "xla", "triton" ("interpret" for tests) or "mosaic". Raises
+    `backend` is "xla" or "triton" ("interpret" for tests). Raises
     `NotImplementedError` where the kernel does not serve these shapes.
     """
     stacks = gate, up, down
@@ -54,13 +40,16 @@ def experts_ffn(
         return experts_triton(x, experts, weight, *stacks, layer, config, backend == "interpret")
     if layer is not None:
         stacks = jax.tree.map(lambda a: a[layer], stacks)
-    # No other reads quantised stacks: a copy of one layer's experts is made.
-    stacks = plain(stacks, x.dtype)
-    return _experts_ragged(x, experts, weight, *stacks, _mosaic if backend == "mosaic" else _ragged)
+    # A copy of one layer's experts is made where they are quantised.
+    return experts_grouped(x, experts, weight, *plain(stacks, x.dtype), _ragged)
 
 
-def _experts_ragged(x, experts, weight, gate, up, down, product):
-    """Tokens sorted by expert, and one grouped `product(rows, stack, sizes)` for each matrix."""
+def experts_grouped(
+    x: jax.Array, experts: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array,
+    product: Callable,
+) -> jax.Array:  # fmt: skip
+    """`experts_ffn` of plain stacks of one layer by a grouped `product(rows [P, in], stack [E, out, in], sizes [E] int32)` →
+    `[P, out]`, rows sorted by expert and those of no expert last."""
     tokens, per_token = experts.shape
     # What is left out comes last, in no group.
     flat = jnp.where(experts < 0, gate.shape[0], experts).reshape(-1)
@@ -80,28 +69,4 @@ def _ragged(rows, stack, sizes):
         sizes,
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=rows.dtype,
-    )
-
-
-def _mosaic(rows, stack, sizes):
-    """JAX's own grouped product for Hopper."""
-    _, out, into = stack.shape
-    if out % _COLUMNS or into % _DEPTH or rows.dtype != jnp.bfloat16:
-        raise NotImplementedError(
-            f"the grouped product takes bfloat16 stacks of whole {_COLUMNS} × {_DEPTH} blocks, not {stack.shape} {rows.dtype}; "
-            "use backend xla"
-        )
-    # Not before it is needed: it brings JAX's own test tools along.
-    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
-
-    return ragged_dot_mgpu.ragged_dot(
-        rows,
-        stack,
-        group_sizes=sizes,
-        block_m=64,
-        block_n=_COLUMNS,
-        block_k=_DEPTH,
-        max_concurrent_steps=6,
-        grid_block_n=1,
-        transpose_rhs=True,
     )

@@ -42,7 +42,7 @@ class ExpertsConfig:
         # Experts of a model with 256: with more tokens, more of them chose the same one.
         rows = 0 if tokens <= 16 else 16 if tokens <= 256 else 64
         into, out, depth, warps, stages, splits = 64, 64, 128, 4, 3, 1
-        if quantised and tokens <= 512:
+        if tokens <= (1024 if packed else 512) and quantised:
             # Two warps read whole words of bytes from shared memory, four only pairs of bytes.
             rows, depth, warps = min(rows, 16), 256 if packed else 128, 2
             if tokens == 1:

@@ -14,7 +14,6 @@ from dcpjax.kernels import Kernels
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import ALL, MeshPlan
 from dcpjax.moe import moe_ffn
-from dcpjax.pallas_kernels.experts import MOST_TOKENS
 
 HEADS, DIM, TOPK, PAGE, PAGES, TABLE = 32, 128, 2048, 64, 90, 80
 
@@ -47,9 +46,9 @@ def test_selection_lowers_for_h200s(dcp, rows, tokens):
     assert text.count("all_gather") >= (dcp > 1)
 
 
-@pytest.mark.parametrize("tokens, kernel", [(4, "experts_into"), (2 * MOST_TOKENS, "mosaic_gpu")])
+@pytest.mark.parametrize("tokens", [4, 512])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_experts_lower_for_h200s(devices, tokens, kernel):
+def test_experts_lower_for_h200s(devices, tokens):
     plan, shape = plan_of(devices), jax.ShapeDtypeStruct
     experts, inner, width, bf16 = 8, 512, 1024, jnp.bfloat16
     stacks = [
@@ -60,4 +59,4 @@ def test_experts_lower_for_h200s(devices, tokens, kernel):
     shared = [shape((inner, width), bf16), shape((inner, width), bf16), shape((width, inner), bf16)]
     chosen = shape((tokens, 4), jnp.int32), shape((tokens, 4), jnp.float32)
     call = functools.partial(moe_ffn, plan=plan, backend="triton", layer=1)
-    assert kernel in lowered(call, plan, shape((tokens, width), bf16), *chosen, *stacks, *shared)
+    assert "experts_into" in lowered(call, plan, shape((tokens, width), bf16), *chosen, *stacks, *shared)

@@ -184,7 +184,7 @@ REFUSED = [
         {"kernels": {"sparse_mla": "triton"}},
         "sparse_mla 'triton' runs on NVIDIA GPUs, these devices are cpu; use 'xla'",
     ),
-    ({"kernels": {"experts": "mosaic"}}, "experts 'mosaic' runs on NVIDIA GPUs"),
+    ({"kernels": {"experts": "triton"}}, "experts 'triton' runs on NVIDIA GPUs"),
     ({"kernels": {"sparse_mla": "interpret"}}, "does not serve rows of 16 and 8 values; use 'xla'"),
     (
         {"kernels": {"experts": "interpret"}, "tensor_parallel_size": 2},

@@ -103,29 +103,26 @@ def test_reference_equals_float64(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend, tokens", [("triton", 1), ("triton", 16), ("triton", 100), ("mosaic", 100)])
-def test_large_on_the_device(backend, tokens):
+@pytest.mark.parametrize("tokens", [1, 16, 100, 300, 700, 1100])
+def test_large_on_the_device(tokens):
     args = make(tokens, 4, 16, 256, 512, jnp.bfloat16)
-    stacks = args[3:] if backend == "triton" else [jnp.nan_to_num(a) for a in args[3:]]
-    got = jax.jit(experts_ffn, static_argnames="backend")(*args[:3], *stacks, backend=backend)
+    got = jax.jit(experts_ffn, static_argnames="backend")(*args, backend="triton")
     assert relative(got, oracle(*args)) < 1e-2
 
 
-@pytest.mark.parametrize("backend, tokens", [("triton", 1), ("triton", 16), ("triton", 64), ("mosaic", 256)])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 512, 2048])
 @pytest.mark.parametrize("inner", [2048, 256])
-def test_lowers_for_h200(backend, tokens, inner):
+def test_lowers_for_h200(tokens, inner):
     """256 is the inner width on one of eight devices."""
     stacks = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, inner, 6144), (8, inner, 6144), (8, 6144, inner))]
     x = jax.ShapeDtypeStruct((tokens, 6144), jnp.bfloat16)
     chosen, weight = (jax.ShapeDtypeStruct((tokens, 8), t) for t in (jnp.int32, jnp.float32))
-    assert lower_for_h200(lambda *args: experts_ffn(*args, backend=backend), x, chosen, weight, *stacks)
+    assert lower_for_h200(lambda *args: experts_ffn(*args, backend="triton"), x, chosen, weight, *stacks)
 
 
 def test_other_sizes_are_refused():
     with pytest.raises(NotImplementedError, match="multiples of 16"):
         experts_ffn(*make(1, 1, 2, 24, 16, jnp.float32), backend="triton")
-    with pytest.raises(NotImplementedError, match="128 × 64"):
-        experts_ffn(*make(1, 1, 2, 16, 16, jnp.float32), backend="mosaic")
 
 
 def quantised(packed, experts, out, into, block=None):
@@ -174,7 +171,7 @@ def test_quantised_stacks_equal_wide_ones(case, backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 16, 64, 256])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 256, 700, 1100])
 @pytest.mark.parametrize("packed", [False, True], ids=["fp8", "nvfp4"])
 def test_large_quantised_stacks_on_the_device(packed, tokens):
     """With the tiles that real sizes have."""
@@ -226,7 +223,6 @@ def test_quantised_stacks_lower_for_h200(packed, tokens, inner):
 
 def test_stacks_that_the_kernel_cannot_read():
     """Blocks that are cut too small; arrays of bytes whose offsets do not fit; and what serves them then."""
-    x = jax.ShapeDtypeStruct((4, 64), jnp.bfloat16)
     small = quantised(False, 4, 32, 64, (8, 64))
     assert not served(small) and served(quantised(False, 4, 32, 64)) and served(jnp.zeros((4, 24, 8)))
     values = jax.ShapeDtypeStruct((256, 2048, 6144), jnp.float8_e4m3fn)  # 3 GiB
@@ -236,8 +232,8 @@ def test_stacks_that_the_kernel_cannot_read():
     packed, bytes_too = (jax.ShapeDtypeStruct((38, 256, 6144, n), jnp.uint8) for n in (128, 64))  # 8 and 4 GiB less 5 %
     assert not served(QArray(packed, jax.ShapeDtypeStruct(bytes_too.shape, jnp.float8_e4m3fn), None, (1, 4)))
     assert not served(quantised(True, 4, 32, 48))
-    assert fitting("triton", x, small, small, quantised(False, 4, 64, 32)) == "xla"
-    assert fitting("triton", x, *(quantised(True, 4, 32, 64),) * 2, quantised(True, 4, 64, 32)) == "triton"
+    assert fitting("triton", small, small, quantised(False, 4, 64, 32)) == "xla"
+    assert fitting("triton", *(quantised(True, 4, 32, 64),) * 2, quantised(True, 4, 64, 32)) == "triton"
     with pytest.raises(NotImplementedError, match="widen them first"):
         experts_ffn(
             *make(1, 1, 4, 32, 64, jnp.float32)[:3], small, small, quantised(False, 4, 64, 32), backend="triton"
