@@ -21,7 +21,7 @@ from dcpjax.kernels import Kernels
 from dcpjax.mesh import MeshPlan
 from dcpjax.pallas_kernels.indexer_scores import indexer_scores
 from dcpjax.pallas_kernels.lse_merge import merge_parts
-from dcpjax.pallas_kernels.sparse_mla import SparseMLAConfig, sparse_mla
+from dcpjax.pallas_kernels.sparse_mla import fitting, sparse_mla
 from dcpjax.pallas_kernels.topk import NO_SLOT, merge_candidates, topk_candidates, topk_slots
 
 
@@ -174,16 +174,12 @@ def _part(q, flat, layer, rows, count, value_width, scale, kernels, shards=1, dt
     Kernels differ in what they report for no keys (LSE 0 or +inf, any output), and a finite LSE would get weight.
     Ours report what is asked for, and a pass over their output would show in the time of a step.
     """
-    width, config = rows.shape[1], None
-    if kernels.sparse_mla != "xla":
-        # Lists are as wide as a selection, but hold the share of it that lies here.
-        config = SparseMLAConfig.choose(
-            q.shape[0], q.shape[1], -(-width // shards),
-            packed=flat.dtype == jnp.uint32, invariant=kernels.invariant,
-        )  # fmt: skip
+    # Lists are as wide as a selection, but hold the share of it that lies here.
+    share = -(-rows.shape[1] // shards)
+    backend, config = fitting(kernels.sparse_mla, q.shape, value_width, flat.dtype, share, kernels.invariant)
     out, lse = sparse_mla(
         q, flat, layer, rows, count,
-        value_width=value_width, scale=scale, out_dtype=dtype, config=config, backend=kernels.sparse_mla,
+        value_width=value_width, scale=scale, out_dtype=dtype, config=config, backend=backend,
     )  # fmt: skip
     if kernels.sparse_mla != "xla":
         return out, lse

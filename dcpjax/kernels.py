@@ -15,7 +15,7 @@ from dcpjax.pallas_kernels.lse_merge_triton import has_part
 from dcpjax.pallas_kernels.sparse_mla_triton import has_widths
 
 CHOICES = {
-    "sparse_mla": ("xla", "triton", "interpret"),
+    "sparse_mla": ("xla", "triton", "mosaic", "interpret"),
     "merge": ("xla", "triton", "interpret"),
     "indexer": ("xla", "triton", "interpret"),
     "topk": ("xla", "triton", "interpret"),
@@ -28,10 +28,10 @@ CHOICES = {
 class Kernels:
     """An implementation for each operation: "xla" everywhere, "triton" on GPUs, "interpret" for tests.
 
-    sparse_mla: attention over selected rows. merge: the sum of ranks' parts after an all-to-all. indexer, topk: scores
-    and selection. experts: routed experts. projections: dense products with quantised matrices. invariant: lists are
-    split at fixed places, so that the bits of a token's attention do not depend on the tokens beside it. Raises
-    `ConfigError` for other names.
+    sparse_mla: attention over selected rows; "mosaic" is for Hopper, where it is ahead of "triton", which serves the rest.
+    merge: the sum of ranks' parts after an all-to-all. indexer, topk: scores and selection. experts: routed experts.
+    projections: dense products with quantised matrices. invariant: lists are split at fixed places, so that the bits of a
+    token's attention do not depend on the tokens beside it. Raises `ConfigError` for other names.
     """
 
     sparse_mla: str = "xla"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from dcpjax.bench.chain import READ_CEILING, Case
 from dcpjax.pallas_kernels.records import pack_rows
-from dcpjax.pallas_kernels.sparse_mla import SparseMLAConfig, sparse_mla
+from dcpjax.pallas_kernels.sparse_mla import MosaicMLAConfig, SparseMLAConfig, sparse_mla
 
 VALUE, ROPE, TOPK, LAYERS, ROWS = 512, 64, 2048, 78, 1 << 14
 TOKENS, HEADS, COUNTS = (1, 4, 16, 64, 128), (16, 32, 64, 128), (512, 2048)
@@ -22,7 +22,7 @@ RECORD_BYTES = {"bfloat16": 1152, "fp8": 656}
 
 def cases(
     tokens: tuple[int, ...] = TOKENS, heads: tuple[int, ...] = HEADS, counts: tuple[int, ...] = COUNTS,
-    arms: tuple[str, ...] = ("triton", "xla"), layers: int = LAYERS, num_rows: int = ROWS,
+    arms: tuple[str, ...] = ("triton", "mosaic", "xla"), layers: int = LAYERS, num_rows: int = ROWS,
 ) -> list[Case]:  # fmt: skip
     """One for every number of tokens and heads, length of lists, kind of records and arm. Lists are random."""
     return [
@@ -32,12 +32,15 @@ def cases(
         for n in counts
         for kind in RECORD_BYTES
         for arm in arms
-        if arm == "triton" or kind == "bfloat16"
+        if arm == "triton" or (kind == "bfloat16" and (arm == "xla" or b >= 16))
     ]
 
 
 def _case(arm: str, kind: str, b: int, h: int, n: int, layers: int, num_rows: int) -> Case:
-    config = SparseMLAConfig.choose(b, h, n, packed=kind == "fp8")
+    if arm == "mosaic":
+        config = MosaicMLAConfig.choose(b, h, n)
+    else:
+        config = SparseMLAConfig.choose(b, h, n, packed=kind == "fp8")
 
     def call(layer, q, rows, count, pool):
         return sparse_mla(
@@ -55,7 +58,7 @@ def _case(arm: str, kind: str, b: int, h: int, n: int, layers: int, num_rows: in
     launches = 1 if config.splits == 1 else 2
     shape = {"tokens": b, "heads": h, "count": n, "records": kind}
     # XLA's programs are large, and its times do not depend on their length.
-    calls = layers if arm == "triton" else min(4, layers)
+    calls = min(4, layers) if arm == "xla" else layers
     return Case("sparse mla", arm, shape, call, inputs, nbytes, floor + 3 * launches, calls)
 
 

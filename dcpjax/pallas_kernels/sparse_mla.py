@@ -11,11 +11,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dcpjax.pallas_kernels import sparse_mla_mosaic as mosaic
 from dcpjax.pallas_kernels.records import unpack_rows
+from dcpjax.pallas_kernels.sparse_mla_mosaic import MosaicMLAConfig, sparse_mla_mosaic
 from dcpjax.pallas_kernels.sparse_mla_triton import SparseMLAConfig, sparse_mla_triton
 
 # Bytes of gathered rows held at once; more tokens are taken tile by tile.
 _TILE_BYTES = 1 << 26
+
+
+def fitting(
+    backend: str, shape: tuple[int, int, int], value_width: int, dtype: Any, width: int, invariant: bool = False
+) -> tuple[str, SparseMLAConfig | MosaicMLAConfig | None]:
+    """The backend that serves queries of `shape` = tokens, heads and width over rows in `dtype`, and its config.
+
+    "mosaic" is meant where it was measured to be ahead of "triton", which serves the rest. Others stay what they are.
+    width: rows that a list may be expected to hold.
+    """
+    tokens, heads, columns = shape
+    if backend == "xla":
+        return backend, None
+    here = mosaic.has_shape(heads, value_width, columns - value_width, dtype)
+    if backend == "mosaic" and here and mosaic.is_ahead(tokens, heads, width, invariant):
+        return backend, MosaicMLAConfig.choose(tokens, heads, width, invariant=invariant)
+    config = SparseMLAConfig.choose(tokens, heads, width, packed=dtype == jnp.uint32, invariant=invariant)
+    return "triton" if backend == "mosaic" else backend, config
 
 
 def sparse_mla(
@@ -28,7 +48,7 @@ def sparse_mla(
     value_width: int,
     scale: float,
     out_dtype: Any = jnp.float32,
-    config: SparseMLAConfig | None = None,
+    config: SparseMLAConfig | MosaicMLAConfig | None = None,
     backend: str = "xla",
     invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -38,10 +58,16 @@ def sparse_mla(
     Returns `out [T, H, value_width]` in out_dtype and the natural-log LSE `[T, H]` float32. A token with count 0 gives
     exactly 0 and −inf. Entries of `rows` past the count may hold anything; what lies in the pool there is not read.
 
-    backend: "xla", "triton" (GPUs), or "interpret": the Triton kernel on any platform, slowly. config: of the kernel, by
-    default the one measured best for the shape. invariant: the kernel's bits for a token do not depend on the others.
+    backend: "xla", "triton" (GPUs), "mosaic" (Hopper GPUs), or "interpret": the Triton kernel on any platform, slowly.
+    config: of the kernel, by default the one measured best for the shape. invariant: the kernel's bits for a token do not depend on the others.
     Raises `NotImplementedError` where the backend has not the shape or the dtype.
     """
+    if backend == "mosaic":
+        if config is None:
+            config = MosaicMLAConfig.choose(q.shape[0], q.shape[1], rows.shape[1], invariant=invariant)
+        return sparse_mla_mosaic(
+            q, pool, layer, rows, count, value_width=value_width, scale=scale, out_dtype=out_dtype, config=config
+        )
     if backend != "xla":
         if config is None:
             packed = pool.dtype == jnp.uint32

@@ -39,7 +39,7 @@ def test_the_user_chooses_last():
 @pytest.mark.parametrize(
     "choices, what",
     [
-        ({"sparse_mla": "cuda"}, "sparse_mla 'cuda' is not known; use one of xla, triton, interpret"),
+        ({"sparse_mla": "cuda"}, "sparse_mla 'cuda' is not known; use one of xla, triton, mosaic, interpret"),
         ({"attention": "xla"}, "attention not known; the names are sparse_mla, merge"),
         ({"invariant": "yes"}, "invariant 'yes' must be true or false"),
     ],

@@ -1,0 +1,268 @@
+"""Sparse MLA with LSE on Hopper's matrix instructions: one block is up to 64 heads of one token over one split of its list.
+
+A producer brings tiles of 64 rows into two slots. Each of two consumers holds half of the output's columns and computes the
+scores of every other tile; what its softmax gives goes to the other one through shared memory. So no score is computed
+twice, and one consumer's softmax runs beside the other's products. The running maximum follows the order of the tiles in
+both, and splits are merged by LSE in a second kernel, in order: bits repeat.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dcpjax.pallas_kernels.lse_merge_triton import MergeConfig, merge_splits
+from dcpjax.pallas_kernels.mosaic_rows import TILE, TRANSFORMS, AsyncRows, PlainRows, Source
+
+_LOG2_E = 1.0 / math.log(2.0)
+# Lower than any score; not −inf, whose difference with itself is NaN.
+_LOWEST = -1e30
+# Heads of a block: rows of a matrix instruction. Fewer heads are computed several times over.
+_HEADS = 64
+_PAIR = 2 * TILE
+# Rows of a split when the bits of a token must not depend on the other tokens.
+_INVARIANT_ROWS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicMLAConfig:
+    """splits: parts a list is cut into, by its count, unless split_rows (whole pairs of tiles) fixes how many rows a part
+    has. interpret: for Pallas' interpreter of Hopper, which the caller turns on."""
+
+    splits: int = 1
+    split_rows: int | None = None
+    interpret: bool = False
+
+    @classmethod
+    def choose(cls, tokens: int, heads: int, width: int, *, invariant: bool = False) -> "MosaicMLAConfig":
+        """About as many blocks as the chip has multiprocessors, none without a pair of tiles in a list of `width` rows."""
+        if invariant:
+            return cls(split_rows=_INVARIANT_ROWS)
+        blocks = tokens * pl.cdiv(heads, _HEADS)
+        splits = next((n for n in (8, 4, 2) if n * blocks <= 132), 1)
+        return cls(splits=max(1, min(splits, pl.cdiv(width, _PAIR))))
+
+
+def has_shape(heads: int, value: int, rope: int, dtype: Any) -> bool:
+    """Whether the kernel has queries of so many heads over plain rows of `value` and `rope` numbers of this dtype."""
+    some = heads % _HEADS == 0 or (_HEADS % heads == 0 and heads % 8 == 0)
+    return some and value == 512 and rope == 64 and dtype == jnp.bfloat16
+
+
+def is_ahead(tokens: int, heads: int, width: int, invariant: bool = False) -> bool:
+    """Whether the kernel was measured ahead of the Triton one: lists of about `width` rows on an H200.
+
+    `invariant`: the same for every number of tokens.
+    """
+    return (tokens >= 16 or invariant) and heads >= 32 and width >= 512
+
+
+def sparse_mla_mosaic(
+    q: jax.Array, pool: jax.Array, layer: jax.Array | int, rows: jax.Array, count: jax.Array, *,
+    value_width: int, scale: float, out_dtype: Any, config: MosaicMLAConfig,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The kernel behind `sparse_mla`, with its arguments: `out [T, H, value_width]` out_dtype and LSE `[T, H]` float32.
+
+    Raises `NotImplementedError` for shapes that it has not.
+    """
+    tokens, heads, width = q.shape
+    if not has_shape(heads, value_width, width - value_width, pool.dtype) or q.dtype != pool.dtype:
+        raise NotImplementedError(
+            f"the kernel for Hopper has 8, 16, 32 or whole 64 heads over bfloat16 rows of 512 and 64, got {heads} "
+            f"{q.dtype} over {pool.dtype} rows of {value_width} and {width - value_width}; use backend triton"
+        )
+    if config.split_rows is not None and config.split_rows % _PAIR:
+        raise ValueError(f"split_rows {config.split_rows} must be a multiple of {_PAIR}")
+    spare = -rows.shape[1] % _PAIR
+    if spare:
+        rows = jnp.pad(rows, ((0, 0), (0, spare)))
+    out, lse = _parts(q, pool, layer, rows, count, scale, out_dtype, config)
+    if out.shape[1] == 1:
+        return out[:, 0], lse[:, 0]
+    merge = MergeConfig.choose(tokens * heads, value_width, config.interpret)
+    return merge_splits(out, lse, out_dtype=out_dtype, config=merge)
+
+
+def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
+    """Outputs `[T, splits, H, value]` and LSE `[T, splits, H]` of the splits; those of empty splits are 0 and −inf."""
+    tokens, heads, width = q.shape
+    value, num_rows = width - 64, pool.shape[1]
+    half = value // 2
+    real = min(heads, _HEADS)
+    fixed = config.split_rows is not None
+    splits = pl.cdiv(rows.shape[1], config.split_rows) if fixed else min(config.splits, rows.shape[1] // _PAIR)
+    # As in Triton: parts that are rounded are half the bytes to merge.
+    dtype = jnp.dtype(out_dtype) if splits == 1 else q.dtype if splits <= 16 else jnp.dtype(jnp.float32)
+    tiles = PlainRows(width) if config.interpret else AsyncRows(width)
+
+    def kernel(
+        q_ref, pool_ref, layer_ref, rows_ref, count_ref, out_ref, lse_ref,
+        query, keys_or_out, weights, stats, loaded, free, ready, done, landed,
+    ):  # fmt: skip
+        keys, staged = keys_or_out
+        top = stats.at[0]
+        token, split, block = lax.axis_index("token"), lax.axis_index("split"), lax.axis_index("block")
+        warpgroup = lax.axis_index("warpgroup")
+        block_heads = pl.ds(block * real, real)
+        number = count_ref[token]
+        first, last = _bounds(number, split, splits, config)
+        pairs = last - first
+        tiles.start(landed)
+
+        def consumer(me):
+            other = 1 - me
+            layout = plgpu.Layout.WGMMA
+            a_head = layout.reduce(1)
+            plgpu.set_max_registers(216, action="increase")
+            if me == 0:
+                for i in range(_HEADS // real):
+                    plgpu.copy_gmem_to_smem(q_ref.at[token, block_heads], query.at[pl.ds(i * real, real)], loaded)
+            plgpu.barrier_wait(loaded)
+            column = plgpu.broadcasted_iota(jnp.int32, (_HEADS, TILE), 1, layout=layout)
+            mine = pl.ds(me * half, half)
+
+            def own(i, carry):
+                values, old, sum_ = carry
+                tiles.wait(landed, me, i)
+
+                def product(score):
+                    plgpu.wgmma(score, query, keys.at[me].transpose((1, 0)))
+                    return score[...]
+
+                score = pl.run_scoped(product, plgpu.ACC((_HEADS, TILE), jnp.float32))
+                left = number - (first * _PAIR + (2 * i + me) * TILE)
+                score = jnp.where(column < left, score * (scale * _LOG2_E), _LOWEST)
+                new = jnp.maximum(old, score.max(axis=1))
+                keep = jnp.exp2(old - new)
+                # Without any row the maximum is the lowest, and all must be 0.
+                weight = jnp.exp2(score - _columns(jnp.maximum(new, _LOWEST / 2), score))
+                sum_ = sum_ * keep + weight.sum(axis=1)
+                weight = weight.astype(q.dtype)
+                weights[...] = weight
+                top[...] = new
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(ready.at[me])
+                return add(values, keep, weight, me), new, sum_
+
+            def others(i, carry):
+                values, old, sum_ = carry
+                plgpu.barrier_wait(ready.at[other])
+                new = plgpu.load(top, layout=a_head)
+                keep = jnp.exp2(old - new)
+                tiles.wait(landed, other, i)
+                return add(values, keep, weights, other), new, sum_ * keep
+
+            def add(values, keep, weight, slot):
+                """Values so far, reduced to `keep`, and those of a tile, which is then free."""
+                values = values * _columns(keep, values)
+
+                def product(total):
+                    plgpu.wgmma(total, weight, keys.at[slot, :, mine])
+
+                if config.interpret:  # which has no accumulators that begin with something, nor operands in registers
+                    values += pl.run_scoped(
+                        lambda total: (plgpu.wgmma(total, weights, keys.at[slot, :, mine]), total[...])[1],
+                        plgpu.ACC((_HEADS, half), jnp.float32),
+                    )
+                else:
+                    values = pl.run_state(product)(plgpu.ACC.init(values))
+                plgpu.barrier_arrive(free.at[slot])
+                return values
+
+            def pair(i, carry):
+                return others(i, own(i, carry)) if me == 0 else own(i, others(i, carry))
+
+            nothing = (
+                plgpu.layout_cast(jnp.zeros((_HEADS, half), jnp.float32), layout),
+                plgpu.layout_cast(jnp.full((_HEADS,), _LOWEST, jnp.float32), a_head),
+                plgpu.layout_cast(jnp.zeros((_HEADS,), jnp.float32), a_head),
+            )
+            values, highest, sum_ = lax.fori_loop(0, pairs, pair, nothing)
+            stats[1 + me] = sum_
+            plgpu.barrier_arrive(done.at[me])
+            plgpu.barrier_wait(done.at[other])
+            sum_ += plgpu.load(stats.at[1 + other], layout=a_head)
+            safe = jnp.where(sum_ > 0, sum_, 1.0)
+            staged[me] = (values * _columns(1.0 / safe, values)).astype(dtype)
+            if me == 0:
+                stats[3] = jnp.where(sum_ > 0, (highest + jnp.log2(safe)) / _LOG2_E, -jnp.inf)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staged.at[me, pl.ds(0, real)], out_ref.at[token, split, block_heads, mine])
+            if me == 0:
+                plgpu.copy_smem_to_gmem(stats.at[3, pl.ds(0, real)], lse_ref.at[token, split, block_heads])
+            plgpu.wait_smem_to_gmem(0)
+
+        pl.when(warpgroup == 0)(lambda: consumer(0))
+        pl.when(warpgroup == 1)(lambda: consumer(1))
+
+        @pl.when(warpgroup == 2)
+        def _producer():
+            plgpu.set_max_registers(72, action="decrease")
+            source = Source(pool_ref, rows_ref, token, number, layer_ref[0] * num_rows)
+
+            @pl.loop(0, pairs)
+            def _(i):
+                for slot in range(2):
+
+                    def when_free(slot=slot):
+                        pl.when(i > 0)(lambda: plgpu.barrier_wait(free.at[slot]))
+
+                    place = first * _PAIR + (2 * i + slot) * TILE
+                    tiles.fetch(landed, source, place, keys.at[slot], slot, when_free)
+
+            @pl.when(pairs > 0)
+            def _():
+                for slot in range(2):
+                    plgpu.barrier_wait(free.at[slot])
+
+    out_transforms = plgpu.TilingTransform((8, 128 // dtype.itemsize)), plgpu.SwizzleTransform(128)
+    return plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((tokens, splits, heads, value), dtype),
+            jax.ShapeDtypeStruct((tokens, splits, heads), jnp.float32),
+        ),
+        grid=(tokens, splits, heads // real),
+        grid_names=("token", "split", "block"),
+        num_threads=3,
+        thread_name="warpgroup",
+        interpret=plgpu.InterpretGPUParams() if config.interpret else None,
+        scratch_types=[
+            plgpu.SMEM((_HEADS, width), q.dtype, transforms=TRANSFORMS),
+            plgpu.RefUnion(
+                plgpu.SMEM((2, TILE, width), q.dtype, transforms=TRANSFORMS),
+                plgpu.SMEM((2, _HEADS, half), dtype, transforms=out_transforms),
+            ),
+            plgpu.SMEM((_HEADS, TILE), q.dtype, transforms=TRANSFORMS),
+            plgpu.SMEM((4, _HEADS), jnp.float32),
+            plgpu.Barrier(num_arrivals=_HEADS // real),
+            plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_barriers=2),
+            tiles.scratch(),
+        ],
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
+        ),
+    )(q, pool.reshape(-1, width), jnp.asarray(layer, jnp.int32).reshape(1), rows, count)
+
+
+def _columns(x, like):
+    """`x [heads]` along all columns of `like`."""
+    return lax.broadcast_in_dim(x, like.shape, [0])
+
+
+def _bounds(number, split, splits, config):
+    """First and last pair of tiles of a split of a list of `number` rows."""
+    pairs = lax.div(number + (_PAIR - 1), jnp.int32(_PAIR))
+    if config.split_rows is None:
+        share = lax.div(pairs + (splits - 1), jnp.int32(splits))
+    else:
+        share = jnp.int32(config.split_rows // _PAIR)
+    first = jnp.minimum(split * share, pairs)
+    return first, jnp.minimum(first + share, pairs)
