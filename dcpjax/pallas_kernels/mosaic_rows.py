@@ -48,6 +48,18 @@ class AsyncRows:
     def scratch(self):
         return plgpu.SMEM((4,), jnp.int32), plgpu.Barrier(num_arrivals=3)
 
+    def index(self, value: int) -> jax.Array:
+        """`value`, of which the compiler knows nothing. Addresses of a product's operands that it knows not to change in a
+        loop are computed before it, a hundred of them, and kept: registers spill."""
+
+        @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, _SCALAR))
+        def index(ctx):
+            i32 = ir.IntegerType.get_signless(32)
+            number = llvm.inline_asm(i32, [], f"mov.u32 $0, {value};", "=r", has_side_effects=True)
+            return mgpu.FragmentedArray.splat(number, (), is_signed=True)
+
+        return index()
+
     def start(self, scratch) -> None:
         """Called by all three warpgroups before anything else."""
         landed, ready = scratch
@@ -118,6 +130,9 @@ class PlainRows:
 
     def scratch(self):
         return (plgpu.Barrier(num_arrivals=TILE, num_barriers=2),)
+
+    def index(self, value: int) -> int:
+        return value
 
     def start(self, scratch) -> None:
         del scratch

@@ -121,7 +121,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             plgpu.set_max_registers(216, action="increase")
             if me == 0:
                 for i in range(_HEADS // real):
-                    plgpu.copy_gmem_to_smem(q_ref.at[token, block_heads], query.at[pl.ds(i * real, real)], loaded)
+                    plgpu.copy_gmem_to_smem(q_ref.at[token, block_heads], query.at[0, pl.ds(i * real, real)], loaded)
             plgpu.barrier_wait(loaded)
             column = plgpu.broadcasted_iota(jnp.int32, (_HEADS, TILE), 1, layout=layout)
             mine = pl.ds(me * half, half)
@@ -131,7 +131,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 tiles.wait(landed, me, i)
 
                 def product(score):
-                    plgpu.wgmma(score, query, keys.at[me].transpose((1, 0)))
+                    plgpu.wgmma(score, query.at[tiles.index(0)], keys.at[tiles.index(me)].transpose((1, 0)))
                     return score[...]
 
                 score = pl.run_scoped(product, plgpu.ACC((_HEADS, TILE), jnp.float32))
@@ -143,7 +143,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 weight = jnp.exp2(score - _columns(jnp.maximum(new, _LOWEST / 2), score))
                 sum_ = sum_ * keep + weight.sum(axis=1)
                 weight = weight.astype(q.dtype)
-                weights[...] = weight
+                weights[0] = weight
                 top[...] = new
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ready.at[me])
@@ -155,22 +155,22 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 new = plgpu.load(top, layout=a_head)
                 keep = jnp.exp2(old - new)
                 tiles.wait(landed, other, i)
-                return add(values, keep, weights, other), new, sum_ * keep
+                return add(values, keep, None, other), new, sum_ * keep
 
             def add(values, keep, weight, slot):
-                """Values so far, reduced to `keep`, and those of a tile, which is then free."""
+                """Values so far, reduced to `keep`, and those of a tile, which is then free. The other's weights are in
+                shared memory, own ones still in registers."""
                 values = values * _columns(keep, values)
 
-                def product(total):
-                    plgpu.wgmma(total, weight, keys.at[slot, :, mine])
+                def product(total, weight):
+                    weight = weights.at[tiles.index(0)] if weight is None else weight
+                    plgpu.wgmma(total, weight, keys.at[tiles.index(slot), :, mine])
 
-                if config.interpret:  # which has no accumulators that begin with something, nor operands in registers
-                    values += pl.run_scoped(
-                        lambda total: (plgpu.wgmma(total, weights, keys.at[slot, :, mine]), total[...])[1],
-                        plgpu.ACC((_HEADS, half), jnp.float32),
-                    )
+                if config.interpret:  # which has neither sums that begin with something, nor operands in registers
+                    empty = plgpu.ACC((_HEADS, half), jnp.float32)
+                    values += pl.run_scoped(lambda total: (product(total, None), total[...])[1], empty)
                 else:
-                    values = pl.run_state(product)(plgpu.ACC.init(values))
+                    values = pl.run_state(lambda total: product(total, weight))(plgpu.ACC.init(values))
                 plgpu.barrier_arrive(free.at[slot])
                 return values
 
@@ -233,12 +233,12 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if config.interpret else None,
         scratch_types=[
-            plgpu.SMEM((_HEADS, width), q.dtype, transforms=TRANSFORMS),
+            plgpu.SMEM((1, _HEADS, width), q.dtype, transforms=TRANSFORMS),
             plgpu.RefUnion(
                 plgpu.SMEM((2, TILE, width), q.dtype, transforms=TRANSFORMS),
                 plgpu.SMEM((2, _HEADS, half), dtype, transforms=out_transforms),
             ),
-            plgpu.SMEM((_HEADS, TILE), q.dtype, transforms=TRANSFORMS),
+            plgpu.SMEM((1, _HEADS, TILE), q.dtype, transforms=TRANSFORMS),
             plgpu.SMEM((4, _HEADS), jnp.float32),
             plgpu.Barrier(num_arrivals=_HEADS // real),
             plgpu.Barrier(num_arrivals=2, num_barriers=2),
