@@ -17,7 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dcpjax.pallas_kernels.lse_merge_triton import MergeConfig, merge_splits
+from dcpjax.pallas_kernels.mosaic_records import RecordRows
 from dcpjax.pallas_kernels.mosaic_rows import TILE, TRANSFORMS, AsyncRows, PlainRows, Source
+from dcpjax.pallas_kernels.records import packed_words, unpack_rows
 
 _LOG2_E = 1.0 / math.log(2.0)
 # Lower than any score; not −inf, whose difference with itself is NaN.
@@ -32,10 +34,12 @@ _INVARIANT_ROWS = 512
 @dataclasses.dataclass(frozen=True)
 class MosaicMLAConfig:
     """splits: parts a list is cut into, by its count, unless split_rows (whole pairs of tiles) fixes how many rows a part
-    has. interpret: for Pallas' interpreter of Hopper, which the caller turns on."""
+    has. early: scores of every other tile are computed before the product of the tile ahead of it, which then is free a
+    little later: good where rows come quickly, from the cache. interpret: by Pallas' interpreter of Hopper, for tests."""
 
     splits: int = 1
     split_rows: int | None = None
+    early: bool = False
     interpret: bool = False
 
     @classmethod
@@ -49,9 +53,9 @@ class MosaicMLAConfig:
 
 
 def has_shape(heads: int, value: int, rope: int, dtype: Any) -> bool:
-    """Whether the kernel has queries of so many heads over plain rows of `value` and `rope` numbers of this dtype."""
+    """Whether the kernel has queries of so many heads over rows of `value` and `rope` numbers, bfloat16 or packed."""
     some = heads % _HEADS == 0 or (_HEADS % heads == 0 and heads % 8 == 0)
-    return some and value == 512 and rope == 64 and dtype == jnp.bfloat16
+    return some and value == 512 and rope == 64 and dtype in (jnp.bfloat16, jnp.uint32)
 
 
 def is_ahead(tokens: int, heads: int, width: int, invariant: bool = False) -> bool:
@@ -71,11 +75,15 @@ def sparse_mla_mosaic(
     Raises `NotImplementedError` for shapes that it has not.
     """
     tokens, heads, width = q.shape
-    if not has_shape(heads, value_width, width - value_width, pool.dtype) or q.dtype != pool.dtype:
+    rope = width - value_width
+    if not has_shape(heads, value_width, rope, pool.dtype) or q.dtype != jnp.bfloat16:
         raise NotImplementedError(
-            f"the kernel for Hopper has 8, 16, 32 or whole 64 heads over bfloat16 rows of 512 and 64, got {heads} "
-            f"{q.dtype} over {pool.dtype} rows of {value_width} and {width - value_width}; use backend triton"
+            f"the kernel for Hopper has 8, 16, 32 or whole 64 heads over bfloat16 or packed rows of 512 and 64, got {heads} "
+            f"{q.dtype} over {pool.dtype} rows of {value_width} and {rope}; use backend triton"
         )
+    words = packed_words(value_width, rope) if pool.dtype == jnp.uint32 else width
+    if pool.shape[2] != words:
+        raise ValueError(f"rows of {value_width} and {rope} in {pool.dtype} are {words} wide, got {pool.shape[2]}")
     if config.split_rows is not None and config.split_rows % _PAIR:
         raise ValueError(f"split_rows {config.split_rows} must be a multiple of {_PAIR}")
     spare = -rows.shape[1] % _PAIR
@@ -98,7 +106,10 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
     splits = pl.cdiv(rows.shape[1], config.split_rows) if fixed else min(config.splits, rows.shape[1] // _PAIR)
     # As in Triton: parts that are rounded are half the bytes to merge.
     dtype = jnp.dtype(out_dtype) if splits == 1 else q.dtype if splits <= 16 else jnp.dtype(jnp.float32)
-    tiles = PlainRows(width) if config.interpret else AsyncRows(width)
+    packed = pool.dtype == jnp.uint32
+    if packed and config.interpret:
+        pool, packed = unpack_rows(pool, value, width - value).astype(q.dtype), False
+    tiles = PlainRows(width) if config.interpret else RecordRows() if packed else AsyncRows(width)
 
     def kernel(
         q_ref, pool_ref, layer_ref, rows_ref, count_ref, out_ref, lse_ref,
@@ -126,8 +137,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             column = plgpu.broadcasted_iota(jnp.int32, (_HEADS, TILE), 1, layout=layout)
             mine = pl.ds(me * half, half)
 
-            def own(i, carry):
-                values, old, sum_ = carry
+            def scores(i):
                 tiles.wait(landed, me, i)
 
                 def product(score):
@@ -136,7 +146,10 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
 
                 score = pl.run_scoped(product, plgpu.ACC((_HEADS, TILE), jnp.float32))
                 left = number - (first * _PAIR + (2 * i + me) * TILE)
-                score = jnp.where(column < left, score * (scale * _LOG2_E), _LOWEST)
+                return jnp.where(column < left, score * (scale * _LOG2_E), _LOWEST)
+
+            def own(score, carry):
+                values, old, sum_ = carry
                 new = jnp.maximum(old, score.max(axis=1))
                 keep = jnp.exp2(old - new)
                 # Without any row the maximum is the lowest, and all must be 0.
@@ -175,7 +188,13 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 return values
 
             def pair(i, carry):
-                return others(i, own(i, carry)) if me == 0 else own(i, others(i, carry))
+                if me == 0:
+                    return others(i, own(scores(i), carry))
+                if config.early:
+                    score = scores(i)
+                    return own(score, others(i, carry))
+                carry = others(i, carry)
+                return own(scores(i), carry)
 
             nothing = (
                 plgpu.layout_cast(jnp.zeros((_HEADS, half), jnp.float32), layout),
@@ -203,17 +222,12 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
         @pl.when(warpgroup == 2)
         def _producer():
             plgpu.set_max_registers(72, action="decrease")
-            source = Source(pool_ref, rows_ref, token, number, layer_ref[0] * num_rows)
+            source = Source(pool_ref, rows_ref, token, first * _PAIR, number, layer_ref[0] * num_rows)
 
-            @pl.loop(0, pairs)
-            def _(i):
-                for slot in range(2):
+            def when_free(slot, turn):
+                pl.when(turn > 0)(lambda: plgpu.barrier_wait(free.at[slot]))
 
-                    def when_free(slot=slot):
-                        pl.when(i > 0)(lambda: plgpu.barrier_wait(free.at[slot]))
-
-                    place = first * _PAIR + (2 * i + slot) * TILE
-                    tiles.fetch(landed, source, place, keys.at[slot], slot, when_free)
+            tiles.bring(landed, source, pairs, keys, when_free)
 
             @pl.when(pairs > 0)
             def _():
@@ -249,7 +263,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),
-    )(q, pool.reshape(-1, width), jnp.asarray(layer, jnp.int32).reshape(1), rows, count)
+    )(q, pool.reshape(-1, pool.shape[2]), jnp.asarray(layer, jnp.int32).reshape(1), rows, count)
 
 
 def _columns(x, like):

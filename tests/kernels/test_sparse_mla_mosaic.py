@@ -1,5 +1,6 @@
 """Sparse MLA on Hopper's matrix instructions: by the interpreter, where rows come one by one; lowered; and on a GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,38 +13,41 @@ from tests.kernels.base import lower_for_h200, same_bits
 from tests.kernels.test_sparse_mla_triton import CLOSE, SCALE, Case
 
 
-def case_of(tokens, heads, width, rows=400):
-    return Case("bfloat16", tokens, heads, width, 512, 64, rows)
+def case_of(tokens, heads, width, rows=400, kind="bfloat16"):
+    return Case(kind, tokens, heads, width, 512, 64, rows)
 
 
-@pytest.mark.parametrize("splits, dtype", [(1, jnp.bfloat16), (2, jnp.float32)], ids=["whole", "split"])
-def test_the_interpreted_kernel_equals_float64(splits, dtype):
+@pytest.mark.parametrize(
+    "kind, config, dtype",
+    [
+        ("bfloat16", MosaicMLAConfig(early=True), jnp.bfloat16),
+        ("packed", MosaicMLAConfig(splits=2), jnp.float32),
+    ],
+    ids=["whole", "split"],
+)
+def test_the_interpreted_kernel_equals_float64(kind, config, dtype):
     """Lists of 0, 1 and 140 rows: none, a half-empty pair of tiles, and a second pair with an empty tile."""
-    case = case_of(3, 8, 140)
-    case.check(*case.run("mosaic", MosaicMLAConfig(splits=splits, interpret=True), dtype), CLOSE["bfloat16"])
+    case = case_of(3, 8, 140, kind=kind)
+    case.check(*case.run("mosaic", dataclasses.replace(config, interpret=True), dtype), CLOSE["bfloat16"])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("tokens, heads", [(5, 64), (4, 128), (17, 32), (33, 8), (130, 64), (300, 16)])
-def test_equals_float64_on_a_gpu(tokens, heads, dtype):
-    case = case_of(tokens, heads, 2048, rows=6000)
-    some = [0, 1, 64, 65, 128, 129, 512, 513, 2047, 2048][:tokens]
-    case.count[: len(some)] = np.minimum(case.count[: len(some)] * 0 + some, 2048)
-    good = case.rows[2, 0]  # what lies past the old counts is junk
-    case.rows = np.where((case.rows < 0) | (case.rows >= 6000) | (case.rows % 2 == 0), good, case.rows)
-    configs = [None, MosaicMLAConfig(), MosaicMLAConfig(splits=4), MosaicMLAConfig(split_rows=512)]
-    for config in configs:
+@pytest.mark.parametrize("kind", ["bfloat16", "packed"])
+@pytest.mark.parametrize("tokens, heads", [(5, 128), (17, 32), (33, 8), (130, 64)])
+def test_equals_float64_on_a_gpu(tokens, heads, kind):
+    case = case_of(tokens, heads, 2048, 6000, kind)
+    case.count[4] = 129
+    case.rows[4, 129:] = -1
+    for config, dtype in (
+        (None, jnp.bfloat16),
+        (MosaicMLAConfig(splits=4, early=True), jnp.float32),
+        (MosaicMLAConfig(), jnp.float32),
+        (MosaicMLAConfig(split_rows=512), jnp.bfloat16),
+    ):
         first = case.run("mosaic", config, dtype)
         case.check(*first, 1e-2)
         for _ in range(10):
             same_bits(case.run("mosaic", config, dtype), first)
-
-
-@pytest.mark.gpu
-def test_junk_past_the_count_is_not_read():
-    case = case_of(40, 64, 2048, rows=6000)
-    case.check(*case.run("mosaic"), 1e-2)
 
 
 @pytest.mark.gpu
@@ -56,16 +60,19 @@ def test_invariant_bits_do_not_depend_on_the_other_tokens():
         same_bits(alone.run("mosaic", invariant=True), jax.tree.map(lambda x, t=t: x[t : t + 1], together))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("tokens, heads, invariant", [(16, 64, False), (128, 128, False), (64, 32, True)])
-def test_lowers_for_an_h200(tokens, heads, invariant, dtype):
+@pytest.mark.parametrize("kind", ["bfloat16", "packed"])
+@pytest.mark.parametrize(
+    "tokens, heads, invariant, dtype",
+    [(16, 64, False, jnp.float32), (128, 128, False, jnp.bfloat16), (64, 32, True, jnp.float32)],
+)
+def test_lowers_for_an_h200(tokens, heads, invariant, dtype, kind):
     shape = jax.ShapeDtypeStruct
     text = lower_for_h200(
         functools.partial(
             sparse_mla, value_width=512, scale=SCALE, out_dtype=dtype, backend="mosaic", invariant=invariant
         ),
         shape((tokens, heads, 576), jnp.bfloat16),
-        shape((2, 1000, 576), jnp.bfloat16),
+        shape((2, 1000, 164), jnp.uint32) if kind == "packed" else shape((2, 1000, 576), jnp.bfloat16),
         shape((), jnp.int32),
         shape((tokens, 2000), jnp.int32),
         shape((tokens,), jnp.int32),
@@ -79,7 +86,7 @@ def test_lowers_for_an_h200(tokens, heads, invariant, dtype):
 def test_shapes_that_are_not_here(heads, value, dtype):
     q = jnp.zeros((1, heads, value + 64), dtype)
     pool, rows = jnp.zeros((1, 8, value + 64), dtype), np.zeros((1, 128), np.int32)
-    with pytest.raises(NotImplementedError, match="8, 16, 32 or whole 64 heads over bfloat16 rows of 512 and 64"):
+    with pytest.raises(NotImplementedError, match="8, 16, 32 or whole 64 heads over bfloat16 or packed rows of 512"):
         sparse_mla(q, pool, 0, rows, np.zeros(1, np.int32), value_width=value, scale=1.0, backend="mosaic")
 
 
@@ -89,7 +96,7 @@ def test_triton_serves_what_is_not_here_or_not_ahead():
     for shape, more in (
         ((1, 64, 576), {}),
         ((128, 96, 576), {}),
-        ((128, 64, 576), {"dtype": jnp.uint32}),
+        ((128, 64, 576), {"dtype": jnp.float32}),
         ((128, 64, 192), {"value_width": 128}),
     ):
         backend, chosen = config(shape=shape, **more)
