@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from dcpjax.errors import ConfigError
 from dcpjax.pallas_kernels.indexer_scores_triton import has_width
 from dcpjax.pallas_kernels.lse_merge_triton import has_part
+from dcpjax.pallas_kernels.sparse_mla_mosaic import WIDTHS as OWN_WIDTHS
 from dcpjax.pallas_kernels.sparse_mla_triton import has_widths
 
 CHOICES = {
@@ -53,16 +54,19 @@ class Kernels:
 
     @classmethod
     def for_platform(
-        cls, platform: str, dtype: Any, kv_rank: int, rope_dim: int, index_dim: int, packed: bool = False
-    ) -> "Kernels":
+        cls, platform: str, dtype: Any, kv_rank: int, rope_dim: int, index_dim: int, packed: bool = False,
+        hopper: bool = False,
+    ) -> "Kernels":  # fmt: skip
         """What measured best: kernels on NVIDIA GPUs in bfloat16, for rows whose widths the kernel has, or `packed` ones.
+        hopper: they are of that kind, which has a kernel of its own for the attention of this model's rows.
 
         Float32 is for checks, where XLA's full products are what others are checked against.
         """
         if platform not in ("gpu", "cuda") or dtype != jnp.bfloat16:
             return cls()
+        own = "mosaic" if hopper and (kv_rank, rope_dim) == OWN_WIDTHS else "triton"
         return cls(
-            sparse_mla="triton" if has_widths(kv_rank, rope_dim, packed) else "xla",
+            sparse_mla=own if has_widths(kv_rank, rope_dim, packed) else "xla",
             merge="triton" if has_part(kv_rank) else "xla",
             indexer="triton" if has_width(index_dim, packed) else "xla",
             topk="triton",
@@ -95,8 +99,9 @@ class Kernels:
         return dataclasses.replace(self, **choices)
 
     def _served(
-        self, platform: str, dtype: Any, kv_rank: int, rope_dim: int, index_dim: int, packed: bool = False
-    ) -> "Kernels":
+        self, platform: str, dtype: Any, kv_rank: int, rope_dim: int, index_dim: int, packed: bool = False,
+        hopper: bool = False,
+    ) -> "Kernels":  # fmt: skip
         """Itself, if there are kernels for all of it: one that is missing would show when the first step is traced, with all
         weights loaded. Raises `ConfigError`."""
         for name in CHOICES:
@@ -105,6 +110,8 @@ class Kernels:
                 raise ConfigError(
                     f"kernels: {name} {asked!r} runs on NVIDIA GPUs, these devices are {platform}; use 'xla'"
                 )
+        if self.sparse_mla == "mosaic" and not hopper:
+            raise ConfigError("kernels: sparse_mla 'mosaic' runs on Hopper GPUs, which these are not; use 'triton'")
         stored = "packed " if packed else ""
         for name, rows, serves in (
             ("sparse_mla", f"{stored}rows of {kv_rank} and {rope_dim} values", has_widths(kv_rank, rope_dim, packed)),

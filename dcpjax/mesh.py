@@ -51,9 +51,17 @@ class MeshPlan:
     @property
     def platform(self) -> str:
         """What they are: "cpu", "gpu" or "cuda"."""
-        if isinstance(self.mesh, AbstractMesh):
-            return self.mesh.abstract_device.platform
-        return self.mesh.devices.flat[0].platform
+        return self._device.platform
+
+    @property
+    def hopper(self) -> bool:
+        """Whether they are NVIDIA's Hopper, by their name: kernels for its matrix instructions run on no others."""
+        return any(name in self._device.device_kind for name in ("H100", "H200", "H800", "H20", "GH200"))
+
+    @property
+    def _device(self):
+        abstract = isinstance(self.mesh, AbstractMesh)
+        return self.mesh.abstract_device if abstract else self.mesh.devices.flat[0]
 
     def pad(self, n: int, axis: str = "width") -> int:
         """The least size ≥ `n` of a dimension with this logical axis that is dealt out evenly."""

@@ -1,8 +1,15 @@
 """Scattered rows of a pool, brought as tiles that Hopper's matrix instructions read where they land.
 
-Pallas copies rows one by one to consecutive places, or boxes; neither is the swizzled layout of `wgmma`. So the copies are
+Pallas copies rows one by one to consecutive places, or boxes; neither is the swizzled layout of `wgmma`. So copies are
 written out here: 16 bytes each, asynchronous, to swizzled places, and a barrier in shared memory counts those that landed,
 so that nobody waits to send for the next tile. The interpreter knows none of this: `PlainRows` does it by Pallas' copies.
+
+Packed records are unpacked by the threads that bring them. A thread reads 32 bytes of latent at a time, 8 words: byte i of
+each is of quarter i, so they are 8 neighbours in each of four blocks of columns, 16 bytes there in bfloat16. What e4m3 keeps
+fits into bfloat16, and scales are powers of two: nothing is rounded. NaN is read as 480.
+
+A kernel makes one of `AsyncRows`, `RecordRows` and `PlainRows`, gives it `scratch` to keep, and calls `start` in all three
+warpgroups, `bring` in the one that brings tiles, and `wait` and `index` in those that compute.
 """
 
 import dataclasses
@@ -12,6 +19,7 @@ import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -20,19 +28,28 @@ from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
 # Rows of a tile, and what a shared tile of 2-byte numbers looks like: boxes of 8 rows of 128 bytes, swizzled.
 TILE = 64
-BOX = 1024
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-THREADS = 128  # of a warpgroup
+_BOX = 1024  # bytes
 
+_THREADS = 128  # of a warpgroup
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 # Each thread of the producer holds the numbers of the four rows that it copies a part of.
-HELD = plgpu.Layout.WG_STRIDED((4 * THREADS,), vec_size=4)
+_HELD = plgpu.Layout.WG_STRIDED((4 * _THREADS,), vec_size=4)
+
+# Bytes of a record, and where its scales and its rotated key begin: `records.pack_rows` of 512 + 64 values.
+_RECORD, _SCALES, _KEY = 656, 512, 528
+_BLOCKS = 9  # of 64 columns
+# A thread reads, of each of its rows, twice 32 bytes of latent, all scales, and 16 bytes of key.
+_READS = ((0, 0), (0, 16), (0, 256), (0, 272), (1, _SCALES), (2, _KEY))
+_WORDS = 4 * len(_READS)
+_PAIR = plgpu.Layout.WG_STRIDED((2 * _WORDS * _THREADS,), vec_size=4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where tiles come from: rows of `pool [rows, …]` that are listed in `rows [T, K]` for a token, from a place in the list
-    on. Places from `count` on are read as the list's first. base: added to every row of the list."""
+    """Where tiles come from: rows of `pool [rows, …]`, bfloat16 or uint32, that are listed in `rows [T, K]` int32 for a token,
+    from a place in the list on. Places from `count` on are read as the list's first. base: added to every row of the list.
+    """
 
     pool: jax.Ref
     rows: jax.Ref
@@ -57,26 +74,26 @@ class Landing:
         def initialise(ctx, landed):
             one = utils.single_thread_predicate(scope=utils.ThreadSubset.BLOCK)
             for slot in range(2):
-                nvvm.mbarrier_init(barrier(landed, slot), i32(THREADS), predicate=one)
+                nvvm.mbarrier_init(_barrier(landed, slot), _i32(_THREADS), predicate=one)
 
         initialise(landed)
         plgpu.barrier_arrive(ready)
         plgpu.barrier_wait(ready)
 
     def wait(self, scratch, slot: int, turn: jax.Array) -> None:
-        """Until the `turn`-th tile (from 0) of a slot is there for matrix instructions of the calling warpgroup."""
+        """Until tile number `turn []` int32 of a slot, from 0, is there for matrix instructions of the calling warpgroup."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
         def wait(ctx, landed, parity):
             odd = arith.trunci(ir.IntegerType.get_signless(1), parity.registers.item())
-            utils.BarrierRef(utils.memref_ptr(landed), i32(slot), None, 1).wait_parity(odd)
+            utils.BarrierRef(utils.memref_ptr(landed), _i32(slot), None, 1).wait_parity(odd)
             # What was written as ordinary memory is read by the tensor cores' own path.
             nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
         wait(scratch[0], jax.lax.rem(turn, jnp.int32(2)))
 
     def index(self, value: int) -> jax.Array:
-        """`value`, of which the compiler knows nothing. Addresses of a product's operands that it knows not to change in a
+        """`value` as `[]` int32, of which the compiler knows nothing. Addresses of a product's operands that it knows not to change in a
         loop are computed before it, a hundred of them, and kept: registers spill."""
 
         @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, _SCALAR))
@@ -97,38 +114,65 @@ class AsyncRows(Landing):
     def bring(
         self, scratch, source: Source, pairs: jax.Array, tiles: jax.Ref, when_free: Callable[[int, jax.Array], None]
     ) -> None:
-        """The producer's work: `pairs` times a tile for each slot of `tiles [2, TILE, width]`, sent for once
-        `when_free(slot, turn)` returns."""
+        """The producer's work: `pairs []` int32 times a tile for each slot of `tiles [2, TILE, width]` bfloat16, sent for
+        once `when_free(slot, turn)` returns."""
 
         @pl.loop(0, pairs)
         def _(turn):
             for slot in range(2):
                 # Numbers are read while the slot is still in use.
-                held = numbers(source, (2 * turn + slot) * TILE)
+                held = _numbers(source, (2 * turn + slot) * TILE)
                 when_free(slot, turn)
                 self._send(source.pool, tiles.at[slot], scratch[0], held, slot)
 
     def _send(self, pool, tile, landed, held, slot):
         blocks = self.width // 64
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(TRANSFORMS), plgpu.RefType(), HELD))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(TRANSFORMS), plgpu.RefType(), _HELD))
         def send(ctx, pool, tile, landed, held):
             kind = ir.IntegerType.get_signless(64)
-            part, row = part_and_row()
-            source = arith.addi(address(pool), arith.extui(kind, arith.muli(part, i32(16))))
-            place = arith.addi(row_place(tile, row, blocks), swizzled(part, row))
+            part, row = _part_and_row()
+            source = arith.addi(_address(pool), arith.extui(kind, arith.muli(part, _i32(16))))
+            place = arith.addi(_row_place(tile, row, blocks), _swizzled(part, row))
             for i in range(4):
                 number = arith.extsi(kind, vector.extract(held.registers.item(), [], [i]))
                 first = arith.addi(source, arith.muli(number, arith.constant(kind, 2 * self.width)))
                 # A row begins and ends with a line of 128 bytes: larger prefetches would bring parts of its neighbours.
                 copies = (
-                    f"cp.async.cg.shared.global.L2::128B [$0 + {block * BOX}], [$1 + {block * 128}], 16;"
+                    f"cp.async.cg.shared.global.L2::128B [$0 + {block * _BOX}], [$1 + {block * 128}], 16;"
                     for block in range(blocks)
                 )
-                asm("\n".join(copies), "r,l", arith.addi(place, i32(i * 2 * blocks * BOX)), first)
-            asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "r", shared(barrier(landed, slot)))
+                _asm("\n".join(copies), "r,l", arith.addi(place, _i32(i * 2 * blocks * _BOX)), first)
+            _asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "r", _shared(_barrier(landed, slot)))
 
         send(pool, tile, landed, held)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordRows(Landing):
+    """Tiles of bfloat16 rows of 512 + 64 from records `[rows, 164]` uint32."""
+
+    def bring(
+        self, scratch, source: Source, pairs: jax.Array, tiles: jax.Ref, when_free: Callable[[int, jax.Array], None]
+    ) -> None:
+        """As `AsyncRows.bring`, to `tiles [2, TILE, 576]` bfloat16. Two rows a thread are read at once, and the numbers of
+        the next tile behind the first two."""
+
+        def tile(turn, slot, held):
+            first = _read(source.pool, held, (0, 1))
+            # Past the last tile: the last one's once more.
+            after = _numbers(source, jnp.minimum(2 * turn + slot + 1, 2 * pairs - 1) * TILE)
+            when_free(slot, turn)
+            _store(tiles.at[slot], first, (0, 1))
+            _store(tiles.at[slot], _read(source.pool, held, (2, 3)), (2, 3))
+            _publish(scratch[0], slot)
+            return after
+
+        @pl.when(pairs > 0)
+        def _():
+            lax.fori_loop(
+                0, pairs, lambda turn, held: tile(turn, 1, tile(turn, 0, held)), _numbers(source, jnp.int32(0))
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +188,7 @@ class PlainRows:
         del scratch
 
     def wait(self, scratch, slot: int, turn: jax.Array) -> None:
+        """As `Landing.wait`, `turn []` int32."""
         del turn
         plgpu.barrier_wait(scratch[0].at[slot])
 
@@ -153,6 +198,8 @@ class PlainRows:
     def bring(
         self, scratch, source: Source, pairs: jax.Array, tiles: jax.Ref, when_free: Callable[[int, jax.Array], None]
     ) -> None:
+        """As `AsyncRows.bring`, `pairs []` int32, `tiles [2, TILE, width]` in any dtype."""
+
         @pl.loop(0, pairs)
         def _(turn):
             for slot in range(2):
@@ -166,66 +213,157 @@ class PlainRows:
                     plgpu.copy_gmem_to_smem(source.pool.at[source.base + row], tiles.at[slot, i], scratch[0].at[slot])
 
 
-def numbers(source: Source, place: jax.Array) -> jax.Array:
+def _numbers(source: Source, place: jax.Array) -> jax.Array:
     """The rows of each thread in the tile that begins `place` after the source's: those at `thread / 8 + 16 i`."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((4 * THREADS,), jnp.int32, HELD),
+        return_type=plgpu.ShapeDtypeStruct((4 * _THREADS,), jnp.int32, _HELD),
     )
-    def numbers(ctx, rows, place, count, base):
+    def _numbers(ctx, rows, place, count, base):
         place, count, base = (x.registers.item() for x in (place, count, base))
-        _, row = part_and_row()
+        _, row = _part_and_row()
         spare = memref.load(rows, [arith.constant(ir.IndexType.get(), 0)])
         held = []
         for i in range(4):
-            at = arith.addi(place, arith.addi(row, i32(16 * i)))
+            at = arith.addi(place, arith.addi(row, _i32(16 * i)))
             listed = arith.cmpi(arith.CmpIPredicate.slt, at, count)
             number = memref.load(rows, [arith.index_cast(ir.IndexType.get(), at)])
             held.append(arith.addi(arith.select(listed, number, spare), base))
-        return registers([vector_of(held)], HELD)
+        return _registers_in([_vector_of(held)], _HELD)
 
-    return numbers(source.rows.at[source.token], source.place + place, source.count, source.base)
+    return _numbers(source.rows.at[source.token], source.place + place, source.count, source.base)
+
+
+def _read(pool, held, which):
+    """Words of two of the thread's four rows."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), _HELD),
+        return_type=plgpu.ShapeDtypeStruct((2 * _WORDS * _THREADS,), jnp.int32, _PAIR),
+    )
+    def read(ctx, pool, held):
+        kind, wide = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        part, _ = _part_and_row()
+        words = []
+        for i in which:
+            number = arith.extsi(wide, vector.extract(held.registers.item(), [], [i]))
+            row = arith.addi(_address(pool), arith.muli(number, arith.constant(wide, _RECORD)))
+            latent, key = (arith.addi(row, arith.extui(wide, arith.muli(part, _i32(size)))) for size in (32, 16))
+            code = "\n".join(
+                f"ld.global.nc.v4.u32 {{${4 * n}, ${4 * n + 1}, ${4 * n + 2}, ${4 * n + 3}}}, [${_WORDS + at} + {offset}];"
+                for n, (at, offset) in enumerate(_READS)
+            )
+            struct = llvm.StructType.get_literal([kind] * _WORDS)
+            outs = ",".join(["=r"] * _WORDS + ["l"] * 3)
+            result = llvm.inline_asm(struct, [latent, row, key], code, outs, has_side_effects=True)
+            words += [llvm.extractvalue(kind, result, [n]) for n in range(_WORDS)]
+        return _registers_in([_vector_of(words[n : n + 4]) for n in range(0, len(words), 4)], _PAIR)
+
+    return read(pool, held)
+
+
+def _store(tile, words, which):
+    """Values of these words to their places in a tile."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), _PAIR))
+    def store(ctx, tile, words):
+        part, row = _part_and_row()
+        place = _row_place(tile, row, _BLOCKS)
+        latent = arith.addi(place, _swizzled(part, row))
+        # Four words of key are half of 16 bytes twice: of its first half and, four parts on, of its second.
+        half = arith.muli(arith.remui(part, _i32(2)), _i32(8))
+        quarter = arith.divui(part, _i32(2))
+        low, high = (
+            arith.addi(arith.addi(place, _swizzled(x, row)), half) for x in (quarter, arith.addi(quarter, _i32(4)))
+        )
+        flat = [vector.extract(x, [], [n]) for x in words.registers.flat for n in range(4)]
+        for n, i in enumerate(which):
+            args = *flat[n * _WORDS : (n + 1) * _WORDS], latent, low, high
+            _asm(_unpack(i * 2 * _BLOCKS * _BOX), ",".join("r" * len(args)), *args)
+
+    store(tile, words)
+
+
+def _unpack(offset: int) -> str:
+    """PTX that takes the 24 words $0 … $23 of a row apart and stores them `offset` after $24 (latent), $25 and $26 (key).
+
+    Sign, exponent and fraction of e4m3 in their places in bfloat16 are 2⁻¹²⁰ times the value, for two values at a time; a
+    scale is multiplied with 2¹²⁰ first, so it may be 2⁷ at most: of rows with values beyond 57,344.
+    """
+    code = ["{ .reg .b32 both, low, scale<4>, out<4>; .reg .f32 one;"]
+    for quarter in range(4):
+        code.append(f"mov.b32 one, ${16 + quarter}; mul.f32 one, one, 0f7B800000; mov.b32 both, one;")
+        code.append(f"prmt.b32 scale{quarter}, both, both, 0x3232;")
+    for eight in range(2):
+        for quarter in range(4):
+            select = (4 + quarter) << 12 | (4 + quarter) << 8 | quarter << 4 | quarter
+            for two in range(4):
+                word = 8 * eight + 2 * two
+                code.append(f"prmt.b32 both, ${word}, ${word + 1}, {select:#06x};")
+                code.append("shr.b32 low, both, 4; and.b32 low, low, 0x07f007f0;")
+                code.append("lop3.b32 both, both, 0x80008000, low, 0xEA;")  # (both & 0x80008000) | low
+                code.append(f"mul.rn.bf16x2 out{two}, both, scale{quarter};")
+            place = offset + (2 * quarter + eight) * _BOX
+            code.append(f"st.shared.v4.b32 [$24 + {place}], {{out0, out1, out2, out3}};")
+    for out, (first, second, select) in enumerate(
+        ((20, 21, "0x5410"), (22, 23, "0x5410"), (20, 21, "0x7632"), (22, 23, "0x7632"))
+    ):
+        code.append(f"prmt.b32 out{out}, ${first}, ${second}, {select};")
+    for register, outs in ((25, "out0, out1"), (26, "out2, out3")):
+        code.append(f"st.shared.v2.b32 [${register} + {offset + 8 * _BOX}], {{{outs}}};")
+    return "\n".join(code) + "}"
+
+
+def _publish(landed, slot):
+    """Counts this thread's parts of a tile as landed."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def publish(ctx, landed):
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+        _asm("mbarrier.arrive.shared.b64 _, [$0];", "r", _shared(_barrier(landed, slot)))
+
+    publish(landed)
 
 
 # What follows is for code inside of `inline_mgpu`.
 
 
-def part_and_row():
+def _part_and_row():
     """Which 16 bytes of 128 a thread of the producer copies, and of which of 16 rows."""
-    thread = arith.remui(utils.thread_idx(), i32(THREADS))
-    return arith.remui(thread, i32(8)), arith.divui(thread, i32(8))
+    thread = arith.remui(utils.thread_idx(), _i32(_THREADS))
+    return arith.remui(thread, _i32(8)), arith.divui(thread, _i32(8))
 
 
-def row_place(tile, row, blocks: int):
+def _row_place(tile, row, blocks: int):
     """Address in shared memory of `row` in its box of the first of `blocks` columns of boxes."""
-    box, within = arith.divui(row, i32(8)), arith.remui(row, i32(8))
-    place = arith.addi(arith.muli(box, i32(blocks * BOX)), arith.muli(within, i32(128)))
-    return arith.addi(shared(utils.memref_ptr(tile)), place)
+    box, within = arith.divui(row, _i32(8)), arith.remui(row, _i32(8))
+    place = arith.addi(arith.muli(box, _i32(blocks * _BOX)), arith.muli(within, _i32(128)))
+    return arith.addi(_shared(utils.memref_ptr(tile)), place)
 
 
-def swizzled(part, row):
+def _swizzled(part, row):
     """Where the `part`-th 16 bytes of a row lie in its box."""
-    return arith.muli(arith.xori(part, arith.remui(row, i32(8))), i32(16))
+    return arith.muli(arith.xori(part, arith.remui(row, _i32(8))), _i32(16))
 
 
-def barrier(landed, slot: int):
+def _barrier(landed, slot: int):
     return utils.getelementptr(utils.memref_ptr(landed), [slot], ir.IntegerType.get_signless(64))
 
 
-def address(ref):
+def _address(ref):
     return llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
 
 
-def shared(pointer):
+def _shared(pointer):
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), pointer)
 
 
-def i32(value: int):
+def _i32(value: int):
     return arith.constant(ir.IntegerType.get_signless(32), value)
 
 
-def vector_of(values):
+def _vector_of(values):
     """Four 32-bit values as one register of an array."""
     held = llvm.mlir_undef(ir.VectorType.get((4,), ir.IntegerType.get_signless(32)))
     for i, value in enumerate(values):
@@ -233,13 +371,13 @@ def vector_of(values):
     return held
 
 
-def registers(held, layout):
+def _registers_in(held, layout):
     """Vectors of 32-bit values as an array in `layout`."""
     return mgpu.FragmentedArray(
         _registers=np.array(held, dtype=object), _layout=layout.to_mgpu(), _is_signed=True
     )  # fmt: skip
 
 
-def asm(code: str, constraints: str, *args) -> None:
+def _asm(code: str, constraints: str, *args) -> None:
     """PTX without a result."""
     llvm.inline_asm(ir.Type.parse("!llvm.void"), list(args), code, constraints, has_side_effects=True)

@@ -17,11 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dcpjax.pallas_kernels.lse_merge_triton import MergeConfig, merge_splits
-from dcpjax.pallas_kernels.mosaic_records import RecordRows
-from dcpjax.pallas_kernels.mosaic_rows import TILE, TRANSFORMS, AsyncRows, PlainRows, Source
+from dcpjax.pallas_kernels.mosaic_rows import TILE, TRANSFORMS, AsyncRows, PlainRows, RecordRows, Source
 from dcpjax.pallas_kernels.records import packed_words, unpack_rows
 
 _LOG2_E = 1.0 / math.log(2.0)
+# Values of a row, and of its rotated key.
+WIDTHS = 512, 64
 # Lower than any score; not −inf, whose difference with itself is NaN.
 _LOWEST = -1e30
 # Heads of a block: rows of a matrix instruction. Fewer heads are computed several times over.
@@ -55,7 +56,7 @@ class MosaicMLAConfig:
 def has_shape(heads: int, value: int, rope: int, dtype: Any) -> bool:
     """Whether the kernel has queries of so many heads over rows of `value` and `rope` numbers, bfloat16 or packed."""
     some = heads % _HEADS == 0 or (_HEADS % heads == 0 and heads % 8 == 0)
-    return some and value == 512 and rope == 64 and dtype in (jnp.bfloat16, jnp.uint32)
+    return some and (value, rope) == WIDTHS and dtype in (jnp.bfloat16, jnp.uint32)
 
 
 def is_ahead(tokens: int, heads: int, width: int, invariant: bool = False) -> bool:
@@ -72,7 +73,7 @@ def sparse_mla_mosaic(
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The kernel behind `sparse_mla`, with its arguments: `out [T, H, value_width]` out_dtype and LSE `[T, H]` float32.
 
-    Raises `NotImplementedError` for shapes that it has not.
+    Raises `NotImplementedError` for shapes that it has not, and `ValueError` for a config that cannot be.
     """
     tokens, heads, width = q.shape
     rope = width - value_width

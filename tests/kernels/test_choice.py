@@ -8,6 +8,7 @@ import pytest
 from dcpjax import kernels
 from dcpjax.errors import ConfigError
 from dcpjax.kernels import CHOICES, Kernels
+from dcpjax.mesh import abstract_plan
 
 WIDTHS = (512, 64, 128)
 
@@ -17,6 +18,17 @@ def test_gpus_get_kernels_in_bfloat16(platform):
     chosen = Kernels.for_platform(platform, jnp.bfloat16, *WIDTHS)
     assert (chosen.sparse_mla, chosen.merge) == ("triton", "triton")
     assert not chosen.invariant
+
+
+def test_hopper_has_a_kernel_of_its_own():
+    """For the model's rows; asked for elsewhere it is refused."""
+    where = ("gpu", jnp.bfloat16, *WIDTHS, False)
+    assert Kernels.chosen("auto", *where, True).sparse_mla == "mosaic"
+    assert Kernels.chosen("auto", "gpu", jnp.bfloat16, 256, 64, 128, False, True).sparse_mla == "triton"
+    with pytest.raises(ConfigError, match="sparse_mla 'mosaic' runs on Hopper GPUs"):
+        Kernels.chosen({"sparse_mla": "mosaic"}, *where)
+    assert abstract_plan(platform="cuda").hopper
+    assert not abstract_plan(platform="cpu").hopper
 
 
 @pytest.mark.parametrize("platform, dtype", [("cpu", jnp.bfloat16), ("gpu", jnp.float32), ("tpu", jnp.bfloat16)])
