@@ -176,7 +176,7 @@ def _part(q, flat, layer, rows, count, value_width, scale, kernels, shards=1, dt
     """
     # Lists are as wide as a selection, but hold the share of it that lies here.
     share = -(-rows.shape[1] // shards)
-    backend, config = fitting(kernels.sparse_mla, q.shape, value_width, flat.dtype, share, kernels.invariant)
+    backend, config = fitting(kernels.sparse_mla, q.shape, value_width, flat.dtype, dtype, share, kernels.invariant)
     out, lse = sparse_mla(
         q, flat, layer, rows, count,
         value_width=value_width, scale=scale, out_dtype=dtype, config=config, backend=backend,

@@ -107,9 +107,10 @@ class Landing:
 
 @dataclasses.dataclass(frozen=True)
 class AsyncRows(Landing):
-    """Tiles of rows of `width` 2-byte numbers."""
+    """Tiles of rows of `width` 2-byte numbers. registers: of a thread that computes and of one that brings tiles."""
 
     width: int
+    registers: tuple[int, int] = (216, 72)
 
     def bring(
         self, scratch, source: Source, pairs: jax.Array, tiles: jax.Ref, when_free: Callable[[int, jax.Array], None]
@@ -150,7 +151,9 @@ class AsyncRows(Landing):
 
 @dataclasses.dataclass(frozen=True)
 class RecordRows(Landing):
-    """Tiles of bfloat16 rows of 512 + 64 from records `[rows, 164]` uint32."""
+    """Tiles of bfloat16 rows of 512 + 64 from records `[rows, 164]` uint32. registers: as in `AsyncRows`."""
+
+    registers: tuple[int, int] = (208, 88)
 
     def bring(
         self, scratch, source: Source, pairs: jax.Array, tiles: jax.Ref, when_free: Callable[[int, jax.Array], None]
@@ -180,6 +183,7 @@ class PlainRows:
     """`AsyncRows` for the interpreter: row by row, with Pallas' copies and barriers."""
 
     width: int
+    registers: tuple[int, int] = (216, 72)
 
     def scratch(self):
         return (plgpu.Barrier(num_arrivals=TILE, num_barriers=2),)

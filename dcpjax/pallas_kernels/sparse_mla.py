@@ -21,20 +21,22 @@ _TILE_BYTES = 1 << 26
 
 
 def fitting(
-    backend: str, shape: tuple[int, int, int], value_width: int, dtype: Any, width: int, invariant: bool = False
-) -> tuple[str, SparseMLAConfig | MosaicMLAConfig | None]:
+    backend: str, shape: tuple[int, int, int], value_width: int, dtype: Any, out_dtype: Any, width: int,
+    invariant: bool = False,
+) -> tuple[str, SparseMLAConfig | MosaicMLAConfig | None]:  # fmt: skip
     """The backend that serves queries of `shape` = tokens, heads and width over rows in `dtype`, and its config.
 
-    "mosaic" is meant where it was measured to be ahead of "triton", which serves the rest. Others stay what they are.
-    width: rows that a list may be expected to hold.
+    "mosaic" is meant where it was measured to be ahead of "triton", which serves the rest: output in bfloat16, for one.
+    Others stay what they are. width: rows that a list may be expected to hold.
     """
     tokens, heads, columns = shape
     if backend == "xla":
         return backend, None
-    here = mosaic.has_shape(heads, value_width, columns - value_width, dtype)
-    if backend == "mosaic" and here and mosaic.is_ahead(tokens, heads, width, invariant):
+    packed = dtype == jnp.uint32
+    here = mosaic.has_shape(heads, value_width, columns - value_width, dtype) and out_dtype == jnp.bfloat16
+    if backend == "mosaic" and here and mosaic.is_ahead(tokens, heads, width, packed, invariant):
         return backend, MosaicMLAConfig.choose(tokens, heads, width, invariant=invariant)
-    config = SparseMLAConfig.choose(tokens, heads, width, packed=dtype == jnp.uint32, invariant=invariant)
+    config = SparseMLAConfig.choose(tokens, heads, width, packed=packed, invariant=invariant)
     return "triton" if backend == "mosaic" else backend, config
 
 

@@ -45,12 +45,15 @@ class MosaicMLAConfig:
 
     @classmethod
     def choose(cls, tokens: int, heads: int, width: int, *, invariant: bool = False) -> "MosaicMLAConfig":
-        """About as many blocks as the chip has multiprocessors, none without a pair of tiles in a list of `width` rows."""
+        """What was fastest on an H200: about as many blocks as it has multiprocessors, each with a pair of tiles at least of a
+        list of `width` rows. `invariant`: the same for every number of tokens."""
+        # Blocks of one token read the same rows, which then come from the cache.
+        early = heads > _HEADS
         if invariant:
-            return cls(split_rows=_INVARIANT_ROWS)
+            return cls(split_rows=_INVARIANT_ROWS, early=early)
         blocks = tokens * pl.cdiv(heads, _HEADS)
         splits = next((n for n in (8, 4, 2) if n * blocks <= 132), 1)
-        return cls(splits=max(1, min(splits, pl.cdiv(width, _PAIR))))
+        return cls(splits=max(1, min(splits, pl.cdiv(width, _PAIR))), early=early)
 
 
 def has_shape(heads: int, value: int, rope: int, dtype: Any) -> bool:
@@ -59,12 +62,16 @@ def has_shape(heads: int, value: int, rope: int, dtype: Any) -> bool:
     return some and (value, rope) == WIDTHS and dtype in (jnp.bfloat16, jnp.uint32)
 
 
-def is_ahead(tokens: int, heads: int, width: int, invariant: bool = False) -> bool:
-    """Whether the kernel was measured ahead of the Triton one: lists of about `width` rows on an H200.
+def is_ahead(tokens: int, heads: int, width: int, packed: bool = False, invariant: bool = False) -> bool:
+    """Whether the kernel was measured ahead of the Triton one: lists of about `width` rows, plain or packed, on an H200.
 
     `invariant`: the same for every number of tokens.
     """
-    return (tokens >= 16 or invariant) and heads >= 32 and width >= 512
+    if width < 512:
+        return False
+    if invariant:
+        return heads == 64 and not packed
+    return tokens >= 16 and (heads == 64 if packed else heads in (32, 64, 128))
 
 
 def sparse_mla_mosaic(
@@ -130,7 +137,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             other = 1 - me
             layout = plgpu.Layout.WGMMA
             a_head = layout.reduce(1)
-            plgpu.set_max_registers(216, action="increase")
+            plgpu.set_max_registers(tiles.registers[0], action="increase")
             if me == 0:
                 for i in range(_HEADS // real):
                     plgpu.copy_gmem_to_smem(q_ref.at[token, block_heads], query.at[0, pl.ds(i * real, real)], loaded)
@@ -210,7 +217,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             safe = jnp.where(sum_ > 0, sum_, 1.0)
             staged[me] = (values * _columns(1.0 / safe, values)).astype(dtype)
             if me == 0:
-                stats[3] = jnp.where(sum_ > 0, (highest + jnp.log2(safe)) / _LOG2_E, -jnp.inf)
+                stats[3] = jnp.where(sum_ > 0, (highest + jnp.log2(safe)) * math.log(2.0), -jnp.inf)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(staged.at[me, pl.ds(0, real)], out_ref.at[token, split, block_heads, mine])
             if me == 0:
@@ -222,7 +229,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
 
         @pl.when(warpgroup == 2)
         def _producer():
-            plgpu.set_max_registers(72, action="decrease")
+            plgpu.set_max_registers(tiles.registers[1], action="decrease")
             source = Source(pool_ref, rows_ref, token, first * _PAIR, number, layer_ref[0] * num_rows)
 
             def when_free(slot, turn):
