@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from dcpjax.errors import ConfigError
 from dcpjax.pallas_kernels.indexer_scores_triton import has_width
 from dcpjax.pallas_kernels.lse_merge_triton import has_part
-from dcpjax.pallas_kernels.sparse_mla_mosaic import WIDTHS as OWN_WIDTHS
+from dcpjax.pallas_kernels.mosaic_config import WIDTHS as OWN_WIDTHS
 from dcpjax.pallas_kernels.sparse_mla_triton import has_widths
 
 CHOICES = {

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dcpjax.pallas_kernels import sparse_mla_mosaic as mosaic
+from dcpjax.pallas_kernels.mosaic_config import MosaicMLAConfig, has_shape, is_ahead
 from dcpjax.pallas_kernels.records import unpack_rows
-from dcpjax.pallas_kernels.sparse_mla_mosaic import MosaicMLAConfig, sparse_mla_mosaic
 from dcpjax.pallas_kernels.sparse_mla_triton import SparseMLAConfig, sparse_mla_triton
 
 # Bytes of gathered rows held at once; more tokens are taken tile by tile.
@@ -33,8 +32,8 @@ def fitting(
     if backend == "xla":
         return backend, None
     packed = dtype == jnp.uint32
-    here = mosaic.has_shape(heads, value_width, columns - value_width, dtype) and out_dtype == jnp.bfloat16
-    if backend == "mosaic" and here and mosaic.is_ahead(tokens, heads, width, packed, invariant):
+    here = has_shape(heads, value_width, columns - value_width, dtype) and out_dtype == jnp.bfloat16
+    if backend == "mosaic" and here and is_ahead(tokens, heads, width, packed, invariant):
         return backend, MosaicMLAConfig.choose(tokens, heads, width, invariant=invariant)
     config = SparseMLAConfig.choose(tokens, heads, width, packed=packed, invariant=invariant)
     return "triton" if backend == "mosaic" else backend, config
@@ -67,6 +66,9 @@ def sparse_mla(
     if backend == "mosaic":
         if config is None:
             config = MosaicMLAConfig.choose(q.shape[0], q.shape[1], rows.shape[1], invariant=invariant)
+        # Not before it is needed: it brings a compiler along.
+        from dcpjax.pallas_kernels.sparse_mla_mosaic import sparse_mla_mosaic
+
         return sparse_mla_mosaic(
             q, pool, layer, rows, count, value_width=value_width, scale=scale, out_dtype=out_dtype, config=config
         )

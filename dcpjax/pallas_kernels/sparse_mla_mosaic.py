@@ -6,7 +6,6 @@ twice, and one consumer's softmax runs beside the other's products. The running 
 both, and splits are merged by LSE in a second kernel, in order: bits repeat.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -17,61 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dcpjax.pallas_kernels.lse_merge_triton import MergeConfig, merge_splits
+from dcpjax.pallas_kernels.mosaic_config import HEADS, PAIR, MosaicMLAConfig, has_shape
 from dcpjax.pallas_kernels.mosaic_rows import TILE, TRANSFORMS, AsyncRows, PlainRows, RecordRows, Source
 from dcpjax.pallas_kernels.records import packed_words, unpack_rows
 
 _LOG2_E = 1.0 / math.log(2.0)
-# Values of a row, and of its rotated key.
-WIDTHS = 512, 64
 # Lower than any score; not −inf, whose difference with itself is NaN.
 _LOWEST = -1e30
-# Heads of a block: rows of a matrix instruction. Fewer heads are computed several times over.
-_HEADS = 64
-_PAIR = 2 * TILE
-# Rows of a split when the bits of a token must not depend on the other tokens.
-_INVARIANT_ROWS = 512
-
-
-@dataclasses.dataclass(frozen=True)
-class MosaicMLAConfig:
-    """splits: parts a list is cut into, by its count, unless split_rows (whole pairs of tiles) fixes how many rows a part
-    has. early: scores of every other tile are computed before the product of the tile ahead of it, which then is free a
-    little later: good where rows come quickly, from the cache. interpret: by Pallas' interpreter of Hopper, for tests."""
-
-    splits: int = 1
-    split_rows: int | None = None
-    early: bool = False
-    interpret: bool = False
-
-    @classmethod
-    def choose(cls, tokens: int, heads: int, width: int, *, invariant: bool = False) -> "MosaicMLAConfig":
-        """What was fastest on an H200: about as many blocks as it has multiprocessors, each with a pair of tiles at least of a
-        list of `width` rows. `invariant`: the same for every number of tokens."""
-        # Blocks of one token read the same rows, which then come from the cache.
-        early = heads > _HEADS
-        if invariant:
-            return cls(split_rows=_INVARIANT_ROWS, early=early)
-        blocks = tokens * pl.cdiv(heads, _HEADS)
-        splits = next((n for n in (8, 4, 2) if n * blocks <= 132), 1)
-        return cls(splits=max(1, min(splits, pl.cdiv(width, _PAIR))), early=early)
-
-
-def has_shape(heads: int, value: int, rope: int, dtype: Any) -> bool:
-    """Whether the kernel has queries of so many heads over rows of `value` and `rope` numbers, bfloat16 or packed."""
-    some = heads % _HEADS == 0 or (_HEADS % heads == 0 and heads % 8 == 0)
-    return some and (value, rope) == WIDTHS and dtype in (jnp.bfloat16, jnp.uint32)
-
-
-def is_ahead(tokens: int, heads: int, width: int, packed: bool = False, invariant: bool = False) -> bool:
-    """Whether the kernel was measured ahead of the Triton one: lists of about `width` rows, plain or packed, on an H200.
-
-    `invariant`: the same for every number of tokens.
-    """
-    if width < 512:
-        return False
-    if invariant:
-        return heads == 64 and not packed
-    return tokens >= 16 and (heads == 64 if packed else heads in (32, 64, 128))
 
 
 def sparse_mla_mosaic(
@@ -92,9 +43,9 @@ def sparse_mla_mosaic(
     words = packed_words(value_width, rope) if pool.dtype == jnp.uint32 else width
     if pool.shape[2] != words:
         raise ValueError(f"rows of {value_width} and {rope} in {pool.dtype} are {words} wide, got {pool.shape[2]}")
-    if config.split_rows is not None and config.split_rows % _PAIR:
-        raise ValueError(f"split_rows {config.split_rows} must be a multiple of {_PAIR}")
-    spare = -rows.shape[1] % _PAIR
+    if config.split_rows is not None and config.split_rows % PAIR:
+        raise ValueError(f"split_rows {config.split_rows} must be a multiple of {PAIR}")
+    spare = -rows.shape[1] % PAIR
     if spare:
         rows = jnp.pad(rows, ((0, 0), (0, spare)))
     out, lse = _parts(q, pool, layer, rows, count, scale, out_dtype, config)
@@ -109,9 +60,9 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
     tokens, heads, width = q.shape
     value, num_rows = width - 64, pool.shape[1]
     half = value // 2
-    real = min(heads, _HEADS)
+    real = min(heads, HEADS)
     fixed = config.split_rows is not None
-    splits = pl.cdiv(rows.shape[1], config.split_rows) if fixed else min(config.splits, rows.shape[1] // _PAIR)
+    splits = pl.cdiv(rows.shape[1], config.split_rows) if fixed else min(config.splits, rows.shape[1] // PAIR)
     # As in Triton: parts that are rounded are half the bytes to merge.
     dtype = jnp.dtype(out_dtype) if splits == 1 else q.dtype if splits <= 16 else jnp.dtype(jnp.float32)
     packed = pool.dtype == jnp.uint32
@@ -139,10 +90,10 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             a_head = layout.reduce(1)
             plgpu.set_max_registers(tiles.registers[0], action="increase")
             if me == 0:
-                for i in range(_HEADS // real):
+                for i in range(HEADS // real):
                     plgpu.copy_gmem_to_smem(q_ref.at[token, block_heads], query.at[0, pl.ds(i * real, real)], loaded)
             plgpu.barrier_wait(loaded)
-            column = plgpu.broadcasted_iota(jnp.int32, (_HEADS, TILE), 1, layout=layout)
+            column = plgpu.broadcasted_iota(jnp.int32, (HEADS, TILE), 1, layout=layout)
             mine = pl.ds(me * half, half)
 
             def scores(i):
@@ -152,8 +103,8 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                     plgpu.wgmma(score, query.at[tiles.index(0)], keys.at[tiles.index(me)].transpose((1, 0)))
                     return score[...]
 
-                score = pl.run_scoped(product, plgpu.ACC((_HEADS, TILE), jnp.float32))
-                left = number - (first * _PAIR + (2 * i + me) * TILE)
+                score = pl.run_scoped(product, plgpu.ACC((HEADS, TILE), jnp.float32))
+                left = number - (first * PAIR + (2 * i + me) * TILE)
                 return jnp.where(column < left, score * (scale * _LOG2_E), _LOWEST)
 
             def own(score, carry):
@@ -188,7 +139,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                     plgpu.wgmma(total, weight, keys.at[tiles.index(slot), :, mine])
 
                 if config.interpret:  # which has neither sums that begin with something, nor operands in registers
-                    empty = plgpu.ACC((_HEADS, half), jnp.float32)
+                    empty = plgpu.ACC((HEADS, half), jnp.float32)
                     values += pl.run_scoped(lambda total: (product(total, None), total[...])[1], empty)
                 else:
                     values = pl.run_state(lambda total: product(total, weight))(plgpu.ACC.init(values))
@@ -205,9 +156,9 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 return own(scores(i), carry)
 
             nothing = (
-                plgpu.layout_cast(jnp.zeros((_HEADS, half), jnp.float32), layout),
-                plgpu.layout_cast(jnp.full((_HEADS,), _LOWEST, jnp.float32), a_head),
-                plgpu.layout_cast(jnp.zeros((_HEADS,), jnp.float32), a_head),
+                plgpu.layout_cast(jnp.zeros((HEADS, half), jnp.float32), layout),
+                plgpu.layout_cast(jnp.full((HEADS,), _LOWEST, jnp.float32), a_head),
+                plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), a_head),
             )
             values, highest, sum_ = lax.fori_loop(0, pairs, pair, nothing)
             stats[1 + me] = sum_
@@ -230,7 +181,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
         @pl.when(warpgroup == 2)
         def _producer():
             plgpu.set_max_registers(tiles.registers[1], action="decrease")
-            source = Source(pool_ref, rows_ref, token, first * _PAIR, number, layer_ref[0] * num_rows)
+            source = Source(pool_ref, rows_ref, token, first * PAIR, number, layer_ref[0] * num_rows)
 
             def when_free(slot, turn):
                 pl.when(turn > 0)(lambda: plgpu.barrier_wait(free.at[slot]))
@@ -255,14 +206,14 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if config.interpret else None,
         scratch_types=[
-            plgpu.SMEM((1, _HEADS, width), q.dtype, transforms=TRANSFORMS),
+            plgpu.SMEM((1, HEADS, width), q.dtype, transforms=TRANSFORMS),
             plgpu.RefUnion(
                 plgpu.SMEM((2, TILE, width), q.dtype, transforms=TRANSFORMS),
-                plgpu.SMEM((2, _HEADS, half), dtype, transforms=out_transforms),
+                plgpu.SMEM((2, HEADS, half), dtype, transforms=out_transforms),
             ),
-            plgpu.SMEM((1, _HEADS, TILE), q.dtype, transforms=TRANSFORMS),
-            plgpu.SMEM((4, _HEADS), jnp.float32),
-            plgpu.Barrier(num_arrivals=_HEADS // real),
+            plgpu.SMEM((1, HEADS, TILE), q.dtype, transforms=TRANSFORMS),
+            plgpu.SMEM((4, HEADS), jnp.float32),
+            plgpu.Barrier(num_arrivals=HEADS // real),
             plgpu.Barrier(num_arrivals=2, num_barriers=2),
             plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_barriers=2),
@@ -281,10 +232,10 @@ def _columns(x, like):
 
 def _bounds(number, split, splits, config):
     """First and last pair of tiles of a split of a list of `number` rows."""
-    pairs = lax.div(number + (_PAIR - 1), jnp.int32(_PAIR))
+    pairs = lax.div(number + (PAIR - 1), jnp.int32(PAIR))
     if config.split_rows is None:
         share = lax.div(pairs + (splits - 1), jnp.int32(splits))
     else:
-        share = jnp.int32(config.split_rows // _PAIR)
+        share = jnp.int32(config.split_rows // PAIR)
     first = jnp.minimum(split * share, pairs)
     return first, jnp.minimum(first + share, pairs)
