@@ -15,7 +15,7 @@ from dcpjax.layout import CacheLayout
 from dcpjax.mesh import ALL, MeshPlan
 
 VALUE, ROPE, HEADS, TOPK, PAGE, PAGES, WIDTH = 512, 64, 64, 2048, 64, 40, 32
-KERNELS = Kernels(sparse_mla="triton", merge="triton")
+KERNELS = Kernels(sparse_mla="mosaic", merge="triton")
 
 
 def plan_of(dcp: int) -> MeshPlan:
@@ -55,6 +55,9 @@ def test_attention_lowers_for_h200s(dcp, backend, movement, tokens):
             q, pool, selection, batch
         )
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "sparse_mla" in text
+    # Many tokens whose output is in bfloat16 have Hopper's own kernel, all others the one in Triton.
+    own = tokens == 64 and (dcp == 1 or backend == "a2a")
+    assert text.count("mosaic_gpu_v2") == own
+    assert own or "sparse_mla" in text
     assert ("merge_packed" in text) == (backend == "a2a")
     assert text.count('"stablehlo.all_to_all"') == (backend == "a2a")
