@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from dcpjax.errors import ConfigError
 from dcpjax.server.arguments import parse
 from dcpjax.server.echo import EchoLLM
+from dcpjax.server.engine_process import EngineProcess
+from dcpjax.server.engine_side import Channel
 from dcpjax.server.lifetime import serve
 from dcpjax.server.service import Service
 
@@ -26,10 +28,11 @@ def main(
     *,
     make_llm: Callable[[dict[str, Any]], "LLM"] | None = None,
     environment: Mapping[str, str] = os.environ,
+    start: Callable[[Callable[[Channel], int]], EngineProcess] = EngineProcess,
 ) -> int:
     """Serves until a signal; returns the exit code. `make_llm`: makes the model from the arguments of `LLM`, instead of
-    the engine that the line names."""
-    # The event loop must not wait five milliseconds for the interpreter while the engine thread plans a step.
+    the engine that the line names. `start`: makes the engine's process, see `lifetime.serve`."""
+    # In either process no thread must wait five milliseconds for the interpreter.
     sys.setswitchinterval(0.0005)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("jax").setLevel(logging.WARNING)  # else it tells of every platform that is not there
@@ -44,7 +47,7 @@ def main(
         log.warning(line)
     make = make_llm or {"jax": _make_llm, "echo": EchoLLM}[settings.engine]
     try:
-        return serve(Service(settings.options), lambda: make(settings.llm), settings.listen)
+        return serve(Service(settings.options), lambda: make(settings.llm), settings.listen, start)
     except ConfigError as error:
         print(f"dcpjax.serve: error: {error}", file=sys.stderr)
         return 2

@@ -56,7 +56,11 @@ class ChatTemplate:
             self._template = env.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template cannot be read: {error}; give another with --chat-template") from None
+        self._source = source
         self._named_tokens = named_tokens or {}
+
+    def __reduce__(self):
+        return ChatTemplate, (self._source, self._named_tokens)
 
     def render(self, **values: Any) -> str:
         """The prompt as text. Raises `RequestError` when the template refuses the values or fails on them."""
@@ -82,6 +86,9 @@ class Tokenizer:
         self._template = template
         self._bytes, self._special = _token_table(tokenizer)
         self._typed = TypedTokens(token.content for token in tokenizer.get_added_tokens_decoder().values())
+
+    def __reduce__(self):
+        return Tokenizer, (self._tokenizer, self._template)
 
     @functools.cached_property
     def _plain(self) -> tokenizers.Tokenizer:

@@ -1,7 +1,6 @@
 """Documents say what the code says: those that are made from it, and every flag, route, metric and file that they name."""
 
 import ast
-import asyncio
 import doctest
 import json
 import pathlib
@@ -14,7 +13,7 @@ from dcpjax import support
 from dcpjax.server import flags
 from dcpjax.server.arguments import parse
 from dcpjax.server.echo import EchoLLM
-from dcpjax.server.service import Service
+from dcpjax.server.engine_side import EngineSide
 
 ROOT = pathlib.Path(__file__).parent.parent
 SERVING = (ROOT / "docs/serving.md").read_text()
@@ -105,14 +104,8 @@ def test_routes_of_the_serving_page_exist():
 def test_metrics_of_the_serving_page_exist():
     settings = parse(["--engine", "echo", "--spec-method", "mtp"])
 
-    async def scraped() -> str:
-        service = Service(settings.options)
-        service.open(EchoLLM(settings.llm), lambda: None)
-        text = service.served.metrics.render().decode()
-        assert service.served.thread.stop(timeout=10)
-        return text
-
-    text = asyncio.run(scraped())
+    side = EngineSide(EchoLLM(settings.llm), settings.options, tell=lambda message: None)
+    text = side.metrics.render().decode()
     known = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
     named = {name.removesuffix("_total") for name in re.findall(r"\b(?:vllm|dcpjax):\w+", SERVING)}
     assert len(named) > 15 and named <= {name.removesuffix("_total") for name in known}

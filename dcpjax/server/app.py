@@ -10,12 +10,12 @@ from dcpjax.server import dev_routes, errors, live, text_routes
 from dcpjax.server.answers import JsonResponse
 from dcpjax.server.chat import chat_completions
 from dcpjax.server.completions import completions
+from dcpjax.server.engine_side import EngineSide
 from dcpjax.server.gate import Gate
 from dcpjax.server.messages import count_tokens, messages
 from dcpjax.server.messages_body import CountBody, MessagesBody
 from dcpjax.server.metrics import CONTENT_TYPE
 from dcpjax.server.model_cards import model_card
-from dcpjax.server.profile import Profiler
 from dcpjax.server.protocol import (
     AbortBody,
     Body,
@@ -111,7 +111,7 @@ def _add_state(routes: Routes, service: Service) -> None:
 
     @routes.add(["GET"], "/ready", refuses=UNAVAILABLE)
     async def get_ready(request: Request) -> Response:
-        return Response(status_code=200 if service.healthy and not service.served.thread.full else 503)
+        return Response(status_code=200 if service.healthy and not service.served.engine.full else 503)
 
     @routes.add(["GET"], "/version", JSON, {})
     async def get_version(request: Request) -> Response:
@@ -119,11 +119,16 @@ def _add_state(routes: Routes, service: Service) -> None:
 
     @routes.add(["GET"], "/load", JSON)
     async def get_load(request: Request) -> Response:
-        return JsonResponse({"server_load": service.served.thread.num_tickets})
+        return JsonResponse({"server_load": service.served.engine.num_tickets})
 
     @routes.add(["GET"], "/metrics", TEXT)
     async def get_metrics(request: Request) -> Response:
-        return Response(service.served.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(await service.served.engine.ask_aside(rendered), headers={"Content-Type": CONTENT_TYPE})
+
+
+def rendered(side: EngineSide) -> bytes:
+    """To be asked of the engine process: its metrics."""
+    return side.metrics.render()
 
 
 def _add_dev(routes: Routes, service: Service) -> None:
@@ -138,7 +143,7 @@ def _add_dev(routes: Routes, service: Service) -> None:
 
     @routes.add(["GET"], "/server_info", JSON)
     async def get_info(request: Request) -> Response:
-        return JsonResponse(dev_routes.info(service.served, service.options))
+        return JsonResponse(await dev_routes.info(service.served, service.options))
 
     @routes.hide("/")
     async def get_page(request: Request) -> Response:
@@ -148,18 +153,18 @@ def _add_dev(routes: Routes, service: Service) -> None:
     async def get_live(request: Request) -> Response:
         return live.feed(request, service)
 
-    profiler = Profiler(service.options.profile_dir)
+    folder = service.options.profile_dir
 
     @routes.add(["POST"], "/start_profile", JSON)
     async def post_start_profile(request: Request) -> Response:
-        return JsonResponse({"folder": await profiler.start()})
+        return JsonResponse({"folder": await dev_routes.start_profile(service.served, folder)})
 
     @routes.add(["POST"], "/stop_profile", JSON)
     async def post_stop_profile(request: Request) -> Response:
-        return JsonResponse({"folder": await profiler.stop()})
+        return JsonResponse({"folder": await dev_routes.stop_profile(service.served)})
 
     @routes.add(["POST"], "/abort_requests", asks=AbortBody)
     async def post_abort(request: Request) -> Response:
         body = await read_body(request, AbortBody, service.options.max_body_bytes)
-        service.served.thread.cut(body.request_ids)
+        service.served.engine.cut(body.request_ids)
         return Response()

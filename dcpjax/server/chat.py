@@ -39,7 +39,7 @@ class _Choice:
         self.opened = False  # its first chunk is out
         self._entries: list[dict] = []  # logprobs not sent yet
         self._token_ids: list[int] = []  # not sent yet
-        self._tokenizer = served.llm.tokenizer
+        self._tokenizer = served.model.tokenizer
         self._logprobs = body.logprobs
         self._as_ids = bool(body.return_tokens_as_token_ids)
         self._ids_wanted = bool(body.return_token_ids)
@@ -104,7 +104,7 @@ class _Answer:
         self._fingerprint = served.system_fingerprint
         self._body = body
         self._prompt = conversation.prompt
-        self._tokenizer = served.llm.tokenizer
+        self._tokenizer = served.model.tokenizer
         self._details = options.prompt_details
         self._stream = stream
         self._choices = [_Choice(body, turn, served, options.reasoning_fields) for turn in conversation.turns]

@@ -47,7 +47,7 @@ async def completions(request: Request, body: CompletionBody, served: Served, op
         wishes.check_prompt(prompt.token_ids, max_tokens, served, "prompt")
     rules = await rules_of(body, served, False)
     jobs = [job for prompt in prompts for job in wishes.jobs(prompt.token_ids, params, body, rules)]
-    ticket = served.thread.submit(jobs, body.request_id or request.scope["request_id"], not stream.stream)
+    ticket = served.engine.submit(jobs, body.request_id or request.scope["request_id"], not stream.stream)
     await ticket.accepted()
     answer = _Answer(public_id("cmpl-", body.request_id, request), body, prompts, served, options, stream)
     if stream.stream:
@@ -109,8 +109,8 @@ class _Choice:
         self._echo = bool(body.echo)
         if body.logprobs is not None:
             as_ids = bool(body.return_tokens_as_token_ids)
-            self._logprobs = CompletionLogprobs(served.llm.tokenizer, 0, as_ids)
-        self._spoken = served.llm.tokenizer is not None  # else no token has a text
+            self._logprobs = CompletionLogprobs(served.model.tokenizer, 0, as_ids)
+        self._spoken = served.model.tokenizer is not None  # else no token has a text
         self._held: Update | None = None  # brought tokens, but no text yet
 
     def take(self, update: Update) -> Update | None:
@@ -156,7 +156,7 @@ class _Answer:
         self._n = body.n or 1
         self._details = options.prompt_details
         self._stream = stream
-        self._tokenizer = served.llm.tokenizer
+        self._tokenizer = served.model.tokenizer
         self._choices = [_Choice(prompt, body, served) for prompt in prompts for _ in range(self._n)]
 
     async def whole(self, ticket: Ticket) -> dict[str, Any]:

@@ -40,14 +40,14 @@ async def begin(body: ChatBody, served: Served, options: ServerOptions, name: st
         max_tokens = wishes.default_max_tokens(served)
     params = wishes.sampling_params(body, served, max_tokens=max_tokens, logprobs=logprobs)
     rules = await rules_of(body, served, prompt.thinking)
-    ticket = served.thread.submit(wishes.jobs(ids, params, body, rules), name, whole)
+    ticket = served.engine.submit(wishes.jobs(ids, params, body, rules), name, whole)
     await ticket.accepted()
     form = TurnRules(
         thinking=prompt.thinking,
         separate=options.parse_reasoning and body.separate_reasoning is not False,
         shown=body.include_reasoning is not False,
     )
-    turns = [Turn(form, _calls(body, options), served.llm.tokenizer) for _ in range(params.n)]
+    turns = [Turn(form, _calls(body, options), served.model.tokenizer) for _ in range(params.n)]
     return Conversation(ids, ticket, turns)
 
 

@@ -1,4 +1,4 @@
-"""Routes for who runs the server: forgetting cached content, and what it is made of and does."""
+"""Routes for who runs the server: forgetting cached content, what it is made of and does, profiles."""
 
 import json
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from starlette.requests import Request
 
 import dcpjax
+from dcpjax.server.engine_side import EngineSide
 from dcpjax.server.errors import ApiError
 from dcpjax.server.service import Served, ServerOptions
 
@@ -22,25 +23,56 @@ async def reset(request: Request, served: Served) -> None:
     value = request.query_params.get(_FLAG, "false").lower()
     if value not in ("true", "false", "1", "0"):
         raise ApiError(400, f"{_FLAG}: got {value!r:.200}, it must be true or false", _FLAG)
-    await served.thread.reset_prefix_cache(running=value in ("true", "1"))
+    await served.engine.ask(_forget, value in ("true", "1"))
 
 
-def info(served: Served, options: ServerOptions) -> dict[str, Any]:
+async def info(served: Served, options: ServerOptions) -> dict[str, Any]:
     """`GET /server_info`: the resolved configuration, what the engine is made of, and its steps of the last minute."""
-    stats, pool = served.llm.engine.stats, served.llm.engine.scheduler.pool
     return {
         "version": dcpjax.__version__,
         "model": served.names[0],
         "served_model_names": list(served.names),
-        "max_model_len": served.llm.max_model_len,
+        "max_model_len": served.model.max_model_len,
         "system_fingerprint": served.system_fingerprint,
         "arguments": json.loads(options.fingerprint or "{}"),
         "tensor_parallel_size": options.parallelism[0],
         "decode_context_parallel_size": options.parallelism[1],
-        "description": served.llm.describe(),
+        **await served.engine.ask_aside(_state),
+    }
+
+
+async def start_profile(served: Served, folder: str | None) -> str:
+    """`POST /start_profile`, see `Profiler.start`."""
+    return await served.engine.ask_aside(_start_profile, folder)
+
+
+async def stop_profile(served: Served) -> str:
+    """`POST /stop_profile`, see `Profiler.stop`."""
+    return await served.engine.ask_aside(_stop_profile)
+
+
+# To be asked of the engine process.
+
+
+def _forget(side: EngineSide, running: bool) -> None:
+    side.engine.reset_prefix_cache(running)
+
+
+def _state(side: EngineSide) -> dict[str, Any]:
+    stats, pool = side.engine.stats, side.engine.scheduler.pool
+    return {
+        "description": side.llm.describe(),
         "num_blocks": pool.capacity,
         "num_free_blocks": pool.num_free,
         "running": stats.running,
         "waiting": stats.waiting,
-        "steps": served.watch.timings(),
+        "steps": side.watch.timings(),
     }
+
+
+def _start_profile(side: EngineSide, folder: str | None) -> str:
+    return side.profiler.start(folder)
+
+
+def _stop_profile(side: EngineSide) -> str:
+    return side.profiler.stop()

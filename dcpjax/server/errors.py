@@ -53,6 +53,9 @@ class ApiError(Exception):
         self.param = param
         self.headers = headers or {}
 
+    def __reduce__(self):
+        return ApiError, (self.status, self.message, self.param, self.headers)
+
     def body(self) -> dict:
         """The error object of OpenAI's protocols, with vLLM's words for `type`."""
         kind = _TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")

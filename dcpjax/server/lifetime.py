@@ -7,7 +7,6 @@ signal drains and ends with 0; the second one ends at once.
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import logging
 import os
 import pathlib
@@ -15,16 +14,18 @@ import signal
 import socket
 import stat
 import sys
-import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 
-from dcpjax.errors import ConfigError, DcpjaxError
+from dcpjax.errors import ConfigError
 from dcpjax.server.app import make_app
 from dcpjax.server.connection import Connection
+from dcpjax.server.engine_client import EngineClient, LoadError
+from dcpjax.server.engine_process import EngineProcess
+from dcpjax.server.engine_side import Channel, settle_memory, work
 from dcpjax.server.service import Phase, Service
 
 if TYPE_CHECKING:
@@ -36,9 +37,6 @@ log = logging.getLogger("dcpjax.server")
 _LAST_CHUNKS_SECONDS = 2.0
 
 _MAX_HEADER_BYTES = 64 << 10
-
-# Between two looks for cycles; what a request leaves is freed without them.
-_NEW_OBJECTS = 50_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,41 +62,49 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(service: Service, load: Callable[[], "LLM"], listen: Listen) -> int:
+def serve(
+    service: Service,
+    load: Callable[[], "LLM"],
+    listen: Listen,
+    start: Callable[[Callable[[Channel], int]], EngineProcess] = EngineProcess,
+) -> int:
     """Listens, loads and serves until a signal or the engine's death; returns the exit code.
 
-    `load` runs in a thread and returns a model that is ready to use. Raises `ConfigError` if the address is taken.
+    `load` runs in the process that `start` makes, and returns a model that is ready to use. Raises `ConfigError` if the
+    address is taken.
     """
-    listener = _listen(listen)
-    config = uvicorn.Config(
-        make_app(service),
-        http=Connection,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        log_level=listen.log_level,
-        timeout_keep_alive=75,
-        server_header=False,
-        root_path=listen.root_path,
-        ssl_keyfile=listen.keyfile,
-        ssl_certfile=listen.certfile,
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-    )
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_Lifetime(service, load, listener, config, listen).run())
+    # First of all: it is a fork.
+    with start(lambda channel: work(load, service.options, channel)) as process:
+        listener = _listen(listen)
+        config = uvicorn.Config(
+            make_app(service),
+            http=Connection,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            log_level=listen.log_level,
+            timeout_keep_alive=75,
+            server_header=False,
+            root_path=listen.root_path,
+            ssl_keyfile=listen.keyfile,
+            ssl_certfile=listen.certfile,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        )
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            return runner.run(_Lifetime(service, process, listener, config, listen).run())
 
 
 class _Lifetime:
     def __init__(
         self,
         service: Service,
-        load: Callable[[], "LLM"],
+        process: EngineProcess,
         listener: socket.socket,
         config: uvicorn.Config,
         listen: Listen,
     ):
         self._service = service
-        self._load = load
+        self._process = process
         self._listener = listener
         self._server = _Server(config)
         self._listen = listen
@@ -111,46 +117,34 @@ class _Lifetime:
             loop.add_signal_handler(number, self._on_signal, number)
         start = time.monotonic()
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
-        code = await self._open(loop, start)
+        engine = EngineClient(self._process, self._service.options.ticket_limits, self._died)
+        code = await self._open(engine, start)
         if code == 0:
             await self._end.wait()
             code = await self._close()
         self._server.should_exit = True
         await serving
-        if not (self._service.phase is Phase.LOADING or self._service.served.thread.stop(timeout=10)):
+        if not await engine.close(seconds=10):
             log.warning("the engine is still in a step; ending all the same")
-            _exit(code)
         return code
 
-    async def _open(self, loop: asyncio.AbstractEventLoop, start: float) -> int:
-        """Loads the model and says so; not 0 if that fails."""
-        loaded: asyncio.Future[LLM] = loop.create_future()
-
-        def load() -> None:
-            try:
-                llm = self._load()
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the event loop must hear of it
-                loop.call_soon_threadsafe(loaded.set_exception, error)
-            else:
-                loop.call_soon_threadsafe(loaded.set_result, llm)
-
-        threading.Thread(target=load, name="load", daemon=True).start()
+    async def _open(self, engine: EngineClient, start: float) -> int:
+        """Waits for the model and says so; not 0 if it cannot be loaded."""
         try:
-            llm = await loaded
-        except DcpjaxError as error:
-            print(f"dcpjax.serve: error: {error}", file=sys.stderr, flush=True)
-            return 2
-        except Exception:
-            log.exception("the model could not be loaded")
-            return 1
-        # What is loaded stays: the collector need not look through it again and again, nor as often as for a script.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(_NEW_OBJECTS)
-        self._service.open(llm, self._end.set)
+            model = await engine.loaded()
+        except LoadError as error:
+            if str(error):
+                print(f"dcpjax.serve: error: {error}", file=sys.stderr, flush=True)
+            return error.code
+        settle_memory()
+        self._service.open(model, engine)
         name, seconds = self._service.served.name, time.monotonic() - start
         print(f"Ready: {self._address()} (model {name}, {seconds:.1f} s)", flush=True)
         return 0
+
+    def _died(self) -> None:
+        self._service.die()
+        self._end.set()
 
     def _address(self) -> str:
         listen = self._listen
@@ -162,12 +156,12 @@ class _Lifetime:
 
     async def _close(self) -> int:
         """Lets running requests end, then aborts them; 1 if the engine has died."""
-        service, thread = self._service, self._service.served.thread
+        service, engine = self._service, self._service.served.engine
         if service.phase is not Phase.DEAD:
             service.drain()
             log.info("draining %d requests", service.num_inflight)
             await self._quiet(self._listen.shutdown_timeout)  # the engine may die meanwhile: that ends its requests too
-            thread.abort_all()
+            engine.abort_all()
         await self._quiet(_LAST_CHUNKS_SECONDS)
         # What is still open does not read its answer.
         self._server.config.timeout_graceful_shutdown = 1
@@ -182,18 +176,18 @@ class _Lifetime:
     def _on_signal(self, number: int) -> None:
         self._signals += 1
         if self._signals > 1:
-            _exit(128 + number)
+            self._exit(128 + number)
         if self._service.phase is Phase.LOADING:
-            _exit(0)  # nobody is being served, and a compilation cannot be interrupted
+            self._exit(0)  # nobody is being served, and a compilation cannot be interrupted
         self._service.drain()
         self._end.set()
 
-
-def _exit(code: int) -> None:
-    """Ends the process now, whatever its threads do."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    def _exit(self, code: int) -> NoReturn:
+        """Ends both processes now, whatever they do."""
+        self._process.kill()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _listen(listen: Listen) -> socket.socket:

@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 
 import dcpjax
 from dcpjax.engine import EngineCore
+from dcpjax.server.engine_side import EngineSide
 from dcpjax.server.errors import ApiError
 from dcpjax.server.service import Phase, Service
 
@@ -51,7 +52,6 @@ def feed(request: Request, service: Service) -> Response:
     arguments = json.loads(service.options.fingerprint or "{}")
 
     async def lines() -> AsyncIterator[bytes]:
-        engine = served.llm.engine
         yield _line(
             {
                 "version": dcpjax.__version__,
@@ -59,14 +59,12 @@ def feed(request: Request, service: Service) -> Response:
                 "tp": service.options.parallelism[0] // service.options.parallelism[1],
                 "dcp": service.options.parallelism[1],
                 "interleave": arguments.get("cp_kv_cache_interleave_size") or 1,
-                "page_tokens": engine.scheduler.page_tokens,
-                "num_pages": engine.scheduler.pool.capacity,
-                "num_drafts": len(engine.stats.acceptance.verified),
+                **await served.engine.ask_aside(_sizes),
             }
         )
         sent = 0
         while service.phase is Phase.READY and (count is None or sent < count):
-            yield _line(await served.thread.ask(snapshot))
+            yield _line(await served.engine.ask(_snapshot))
             sent += 1
             if sent != count:
                 await asyncio.sleep(_SECONDS)
@@ -82,6 +80,22 @@ def _count(given: str | None) -> int | None:
     if not (given.isascii() and given.isdigit() and 0 < len(given) < 10 and int(given) > 0):
         raise ApiError(400, f"count: got {given!r:.200}, it must be a whole number above 0", "count")
     return int(given)
+
+
+# To be asked of the engine process.
+
+
+def _sizes(side: EngineSide) -> dict[str, int]:
+    engine = side.engine
+    return {
+        "page_tokens": engine.scheduler.page_tokens,
+        "num_pages": engine.scheduler.pool.capacity,
+        "num_drafts": len(engine.stats.acceptance.verified),
+    }
+
+
+def _snapshot(side: EngineSide) -> dict[str, Any]:
+    return snapshot(side.engine)
 
 
 def snapshot(engine: EngineCore) -> dict[str, Any]:

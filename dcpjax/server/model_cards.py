@@ -13,9 +13,9 @@ def model_card(served: Served, name: str) -> dict[str, Any]:
         "object": "model",
         "created": served.created,
         "owned_by": "dcpjax",
-        "root": served.llm.name,
+        "root": served.model.name,
         "parent": None,
-        "max_model_len": served.llm.max_model_len,
+        "max_model_len": served.model.max_model_len,
         "permission": [
             {
                 "id": f"modelperm-{hashlib.sha256(name.encode()).hexdigest()[:24]}",

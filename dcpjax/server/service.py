@@ -3,25 +3,15 @@
 import dataclasses
 import enum
 import hashlib
-import json
-import math
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dcpjax
-from dcpjax.grammar import Grammars, Vocabulary
-from dcpjax.layout import CacheLayout
-from dcpjax.server.device_metrics import DeviceMetrics
-from dcpjax.server.engine_thread import EngineThread
+from dcpjax.server.engine_client import EngineClient
 from dcpjax.server.errors import ApiError, unavailable
-from dcpjax.server.metrics import Metrics
 from dcpjax.server.ticket import TicketLimits
-from dcpjax.server.watch import Watch
+from dcpjax.server.wire import ModelFacts
 from dcpjax.text import Tokenizer
-
-if TYPE_CHECKING:  # it imports JAX: the server works with whatever has its attributes
-    from dcpjax.llm import LLM
 
 # Longer without a step, while there are requests, and the engine counts as stuck.
 _STALL_SECONDS = 60
@@ -55,7 +45,7 @@ class ServerOptions:
     that may wait. request_timeout: seconds to the first token, None: no limit. retry_after: seconds that clients are told
     to wait while the server drains. parallelism: devices and dcp size. fingerprint: what of the configuration can change
     an answer, as text. pin: the acceptance length that is forced, see `Speculation`.
-    profile_dir: see `Profiler`. log_requests: whether every request gets a line in the log, but for those of quiet_paths.
+    profile_dir: where profiles go, see `Profiler.start`. log_requests: whether every request gets a line in the log, but for those of quiet_paths.
     """
 
     served_names: tuple[str, ...] = ()
@@ -89,16 +79,18 @@ class ServerOptions:
     fingerprint: str = ""
     pin: float | None = None
 
+    @property
+    def ticket_limits(self) -> TicketLimits:
+        """Those of them that hold for every ticket."""
+        return TicketLimits(self.max_queued, self.request_timeout, self.stream_interval)
+
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A loaded model with its engine thread."""
+    """What is known of the model that is loaded, and the way to the engine that runs it."""
 
-    llm: "LLM"
-    thread: EngineThread
-    metrics: Metrics
-    watch: Watch
-    grammars: Grammars
+    model: ModelFacts
+    engine: EngineClient
     names: tuple[str, ...]
     sampling_defaults: dict[str, Any]
     created: int
@@ -112,15 +104,15 @@ class Served:
     @property
     def vocab_size(self) -> int:
         """Ids of the vocabulary."""
-        return self.llm.config.vocab_size
+        return self.model.vocab_size
 
     def tokenizer(self, param: str) -> Tokenizer:
         """Raises `ApiError` if the model has none."""
-        if self.llm.tokenizer is None:
+        if self.model.tokenizer is None:
             raise ApiError(
                 400, f"{param}: this model has no tokenizer; send token ids as prompt to /v1/completions", param
             )
-        return self.llm.tokenizer
+        return self.model.tokenizer
 
     def check_model(self, name: str | None) -> None:
         """Raises `ApiError` (404) for a name that is not served; None is any."""
@@ -149,44 +141,18 @@ class Service:
     @property
     def healthy(self) -> bool:
         """Whether requests are answered: the model is loaded, and the engine makes steps."""
-        return self.phase is Phase.READY and not self.served.thread.stalled(_STALL_SECONDS)
+        return self.phase is Phase.READY and not self.served.engine.stalled(_STALL_SECONDS)
 
-    def open(self, llm: "LLM", on_death: Callable[[], None]) -> None:
-        """Starts serving `llm`. To be called in the event loop; `on_death()` is called there when the engine fails."""
-
-        def died() -> None:
-            self.phase = Phase.DEAD
-            on_death()
-
+    def open(self, model: ModelFacts, engine: EngineClient) -> None:
+        """Starts serving `model`, which `engine` runs."""
         options = self.options
-        names = options.served_names or (llm.name,)
-        scheduler = llm.engine.scheduler
-        cache = {
-            "block_size": str(scheduler.page_tokens),
-            "num_gpu_blocks": str(scheduler.pool.capacity),
-            "enable_prefix_caching": str(scheduler.prefix is not None),
-        }
-        metrics = Metrics(names[0], llm.max_model_len, lambda: llm.engine.stats, cache)
-        metrics.register(self._device_metrics(llm, metrics.labels))
-        watch = Watch(
-            lambda: llm.engine.stats,
-            on_step=lambda seconds: metrics.step(*llm.engine.step_tokens, seconds),
-            pin=options.pin,
-            period=10.0 if options.log_stats else math.inf,
-        )
-        limits = TicketLimits(options.max_queued, options.request_timeout, options.stream_interval)
-        thread = EngineThread(llm, metrics, watch, died, limits)
-        defaults = llm.generation_defaults if options.sampling_defaults is None else options.sampling_defaults
+        names = options.served_names or (model.name,)
+        defaults = model.generation_defaults if options.sampling_defaults is None else options.sampling_defaults
         pinned = "" if options.pin is None else "-pinned"
-        digest = hashlib.sha256(f"{llm.name} {options.fingerprint}".encode()).hexdigest()[:8]
+        digest = hashlib.sha256(f"{model.name} {options.fingerprint}".encode()).hexdigest()[:8]
         self._served = Served(
-            llm=llm,
-            thread=thread,
-            metrics=metrics,
-            watch=watch,
-            grammars=Grammars(
-                Vocabulary(llm.tokenizer, llm.config.vocab_size, tuple(sorted(llm.engine.eos_token_ids)))
-            ),
+            model=model,
+            engine=engine,
             names=names,
             sampling_defaults={**defaults, **options.sampling_overrides},
             created=int(time.time()),
@@ -194,22 +160,11 @@ class Service:
                 dcpjax.__version__, *options.parallelism, digest, pinned
             ),
         )
-        thread.start()
         self.phase = Phase.READY
 
-    def _device_metrics(self, llm: "LLM", labels: dict[str, str]) -> DeviceMetrics:
-        scheduler, arguments = llm.engine.scheduler, json.loads(self.options.fingerprint or "{}")
-        layout = CacheLayout(
-            num_pages=scheduler.pool.num_pages,
-            page_tokens=scheduler.page_tokens,
-            shards=self.options.parallelism[1],
-            interleave=arguments.get("cp_kv_cache_interleave_size") or 1,
-        )
-
-        def lengths() -> list[int]:
-            return [request.written for request in tuple(scheduler.running)]
-
-        return DeviceMetrics(labels, lambda: llm.device_state, lengths, layout)
+    def die(self) -> None:
+        """The engine has failed."""
+        self.phase = Phase.DEAD
 
     def drain(self) -> None:
         """No new work from now on."""

@@ -22,7 +22,7 @@ async def tokenize(body: TokenizeBody, served: Served, options: ServerOptions) -
         tokens = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens is not False)
     return {
         "count": len(tokens),
-        "max_model_len": served.llm.max_model_len,
+        "max_model_len": served.model.max_model_len,
         "tokens": tokens,
         "token_strs": [tokenizer.token_name(token) for token in tokens] if body.return_token_strs else None,
     }

@@ -1,4 +1,4 @@
-"""What the event loop holds of the engine thread: the jobs of one HTTP request, and what is new of them.
+"""The jobs of one HTTP request, as the front sees them: whether they run, and what is new of them.
 
 A ticket keeps what a slow reader has not taken as one merged update a choice, so its memory is bounded by the text and
 the engine never waits for a client.
@@ -9,21 +9,8 @@ import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
-from dcpjax.host.request import FinishReason, Grammar, SamplingParams, TokenLogprobs
+from dcpjax.host.request import FinishReason, TokenLogprobs
 from dcpjax.server.errors import ApiError, ClientGone
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One choice of one prompt. cache_salt, no_store, grammar, priority: see `EngineCore.add`."""
-
-    prompt: list[int]
-    params: SamplingParams
-    choice: int = 0
-    cache_salt: str | None = None
-    no_store: bool = False
-    grammar: Grammar | None = None
-    priority: int = 0
 
 
 class Prediction(NamedTuple):
@@ -31,6 +18,9 @@ class Prediction(NamedTuple):
 
     accepted: int = 0
     rejected: int = 0
+
+
+NOTHING = Prediction()
 
 
 class Update(NamedTuple):
@@ -47,7 +37,9 @@ class Update(NamedTuple):
     prediction: Prediction
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt's second token and on; all of them
+    prompt_logprobs: Sequence[
+        TokenLogprobs
+    ] = ()  # of the prompt's second token and on: in the first update and the last
 
     def then(self, later: "Update") -> "Update":
         """Both as one."""
@@ -55,11 +47,12 @@ class Update(NamedTuple):
             text=self.text + later.text,
             token_ids=self.token_ids + later.token_ids,
             logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=later.prompt_logprobs or self.prompt_logprobs,
         )
 
 
-class Thread(Protocol):
-    """What a ticket needs of the engine thread."""
+class Engine(Protocol):
+    """What a ticket needs of the engine's client."""
 
     loop: asyncio.AbstractEventLoop
 
@@ -83,15 +76,16 @@ class TicketLimits:
 class Ticket:
     """The jobs of one HTTP request, in the event loop. Iterate it, or ask for `news`; `close` it in any case."""
 
-    def __init__(self, thread: "Thread", num_jobs: int, name: str, whole: bool, limits: TicketLimits):
+    def __init__(self, engine: "Engine", number: int, num_jobs: int, name: str, limits: TicketLimits):
+        self.number = number
         self.name = name
-        self.whole = whole  # only the ends of jobs are of interest
-        self._thread = thread
-        self._left = num_jobs
+        self._engine = engine
+        self._left = num_jobs  # of which a reader has not seen the end
+        self._running = num_jobs  # whose end has not come
         self._interval = limits.interval
         self._begun: set[int] = set()  # jobs that brought something
-        self._timer = None if limits.timeout is None else thread.loop.call_later(limits.timeout, self._expire)
-        self._accepted: asyncio.Future[None] | None = thread.loop.create_future()
+        self._timer = None if limits.timeout is None else engine.loop.call_later(limits.timeout, self._expire)
+        self._accepted: asyncio.Future[None] | None = engine.loop.create_future()
         self._updates: dict[int, Update] = {}
         self._awake = False  # there is something to read
         self._waiter: asyncio.Future[None] | None = None  # of the reader
@@ -123,7 +117,7 @@ class Ticket:
         if not self._awake:
             if self._error is not None:
                 raise self._error
-            self._waiter = self._thread.loop.create_future()
+            self._waiter = self._engine.loop.create_future()
             if seconds is None:
                 await self._waiter
             elif not (await asyncio.wait((self._waiter,), timeout=seconds))[0]:
@@ -141,13 +135,13 @@ class Ticket:
     def leave(self) -> None:
         """The client is gone: stops the jobs, and whoever iterates."""
         self.fail(ClientGone())
-        self._thread.abort(self)
+        self._engine.abort(self)
 
     def close(self) -> None:
         """Nobody reads any more: jobs that are not finished are aborted."""
         self._stop_timer()
         if self._left:
-            self._thread.abort(self)
+            self._engine.abort(self)
         # An error that was raised knows the frames it came through, and they know the ticket.
         self._left, self._error, self._accepted = 0, None, None
 
@@ -164,14 +158,16 @@ class Ticket:
             else:
                 self._accepted.set_exception(error)
 
-    def deliver(self, update: Update) -> None:
-        """Something is new of one job; wakes the reader once there is enough."""
-        earlier = self._updates.get(update.index)
-        update = self._updates[update.index] = update if earlier is None else earlier.then(update)
-        if update.index in self._begun and update.finish_reason is None and len(update.token_ids) < self._interval:
-            return
-        self._begun.add(update.index)
-        self._wake()
+    def deliver(self, update: Update) -> bool:
+        """Something is new of one job; wakes the reader once there is enough. Returns whether that was all."""
+        index, finished = update.index, update.finish_reason is not None
+        earlier = self._updates.get(index)
+        update = self._updates[index] = update if earlier is None else earlier.then(update)
+        self._running -= finished
+        if finished or len(update.token_ids) >= self._interval or index not in self._begun:
+            self._begun.add(index)
+            self._wake()
+        return not self._running
 
     def fail(self, error: Exception) -> None:
         """Whoever waits or iterates gets `error`."""
@@ -186,10 +182,10 @@ class Ticket:
 
     def _expire(self) -> None:
         if self._begun:
-            self._thread.cut_ticket(self)
+            self._engine.cut_ticket(self)
         else:
             self.fail(ApiError(504, "No token came within --request-timeout; try again when there is less to do."))
-            self._thread.abort(self)
+            self._engine.abort(self)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -7,9 +7,10 @@ from typing import Any
 from dcpjax.host.request import SamplingParams
 from dcpjax.server.errors import ApiError
 from dcpjax.server.protocol import SamplingBody
+from dcpjax.server.rules import RulesWish
 from dcpjax.server.service import Served, ServerOptions
-from dcpjax.server.structure import Rules
-from dcpjax.server.ticket import Job, Prediction
+from dcpjax.server.ticket import Prediction
+from dcpjax.server.wire import Job
 
 # Fields of generation_config.json that stand in for fields a request leaves out.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -75,7 +76,7 @@ def sampling_params(
     """
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     defaults = {name: served.sampling_defaults[name] for name in SAMPLING_DEFAULTS if name in served.sampling_defaults}
-    if served.llm.tokenizer is None and given.get("stop"):
+    if served.model.tokenizer is None and given.get("stop"):
         served.tokenizer("stop")
     for field in ("stop_token_ids", "allowed_token_ids"):
         for token in given.get(field, ()):
@@ -85,10 +86,10 @@ def sampling_params(
     )
 
 
-def jobs(prompt: list[int], params: SamplingParams, body: SamplingBody, rules: Rules) -> list[Job]:
-    """One for each choice; `rules` makes a grammar for each."""
+def jobs(prompt: list[int], params: SamplingParams, body: SamplingBody, rules: RulesWish | None) -> list[Job]:
+    """One for each choice. rules: of every choice by itself."""
     more = {"cache_salt": body.cache_salt, "no_store": bool(body.no_store), "priority": body.priority or 0}
-    return [Job(prompt, params, choice, grammar=rules(), **more) for choice in range(params.n)]
+    return [Job(prompt, params, choice, rules=rules, **more) for choice in range(params.n)]
 
 
 def check_logprobs(wanted: int, most: int, param: str) -> None:
@@ -111,7 +112,7 @@ def check_prompt(prompt: list[int], max_tokens: int | None, served: Served, para
     if not prompt:
         raise ApiError(400, f"{param}: the prompt has no tokens; at least 1 is needed", param)
     _check_id(param, max(prompt), served)
-    most, wanted = served.llm.max_model_len, max_tokens or 1
+    most, wanted = served.model.max_model_len, max_tokens or 1
     if len(prompt) + wanted > most:
         raise ApiError(
             400,

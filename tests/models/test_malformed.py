@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from safetensors.numpy import save_file
 
 from dcpjax import serve
 from dcpjax.llm import LLM
+from dcpjax.server.wire import pack
 from models.tensorfile import open_file
 
 FP8, PLAIN = "q_fp8_block128", "b_group2"
@@ -313,10 +315,38 @@ def spoiled(name, data, tmp_path):
     return folder, told
 
 
+class Inline:
+    """In place of the engine's process: loads where it stands, which fails."""
+
+    def __init__(self, work):
+        self.end, self._theirs = socket.socketpair()
+        work(self)
+
+    def send(self, message):
+        self._theirs.sendall(pack(message))
+
+    def listen(self, hear):
+        """The front has nothing to say."""
+
+    def ended(self, seconds):
+        return True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.end.close()
+        self._theirs.close()
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_one_line_and_an_exit_code(name, data, tmp_path, capfd, quick_compile):
     folder, told = spoiled(name, data, tmp_path)
-    code = serve.main([str(folder), "--port", "0"], make_llm=lambda arguments: LLM(**arguments), environment={})
+
+    def make_llm(arguments):
+        return LLM(**arguments)
+
+    code = serve.main([str(folder), "--port", "0"], make_llm=make_llm, environment={}, start=Inline)
     out, err = capfd.readouterr()
     assert code == 2 and not out
     lines = err.splitlines()

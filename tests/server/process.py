@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import httpx
 
+PROC = pathlib.Path("/proc")
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
@@ -55,6 +56,14 @@ class ServerProcess:
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
+
+    def processes(self) -> list[int]:
+        """Ids of the front and of the engine's process."""
+        front = self.process.pid
+        parents = {
+            file.parent.name: file.read_text().rpartition(")")[2].split()[1] for file in PROC.glob("[0-9]*/stat")
+        }
+        return [front, *(int(pid) for pid, parent in parents.items() if parent == str(front))]
 
     def wait(self, seconds: float = 15) -> int:
         """The exit code."""

@@ -122,7 +122,7 @@ def test_choices_and_prompts_are_ordered_prompt_major(client):
 def test_tokens_without_a_text_are_sent_as_they_come():
     """A model without a tokenizer has none; one with a tokenizer waits for the end of a character."""
     for tokenizer, sent in ((None, [[1], [2]]), (TOKENIZER, [[1, 2]])):
-        served = SimpleNamespace(llm=SimpleNamespace(tokenizer=tokenizer))
+        served = SimpleNamespace(model=SimpleNamespace(tokenizer=tokenizer))
         choice = _Choice(_Prompt([5], ""), CompletionBody(prompt=[5]), served)
         taken = [choice.take(Update(0, "", [i], [], 0, Prediction(), end)) for i, end in ((1, None), (2, "stop"))]
         assert [update.token_ids for update in taken if update is not None] == sent

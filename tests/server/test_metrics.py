@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from prometheus_client.parser import text_string_to_metric_families
 
 from dcpjax.host.request import Request, SamplingParams, Times
-from dcpjax.server.engine_thread import EngineThread
+from dcpjax.server.engine_client import EngineClient
 from dcpjax.server.metrics import Metrics
 from tests.server.test_watch import NOTHING
 
@@ -50,6 +50,6 @@ def test_waits_between_tokens():
 def test_answers_are_aborted_by_the_ids_that_clients_saw():
     tickets = [SimpleNamespace(name=name) for name in ("a", "b", "c", "d", "e")]
     cut: list[str] = []
-    thread = SimpleNamespace(_tickets=tickets, cut_ticket=lambda ticket: cut.append(ticket.name))
-    EngineThread.cut(thread, ["chatcmpl-a", "cmpl-b", "msg_c", "resp_d", "other"])
+    client = SimpleNamespace(_tickets=tickets, cut_ticket=lambda ticket: cut.append(ticket.name))
+    EngineClient.cut(client, ["chatcmpl-a", "cmpl-b", "msg_c", "resp_d", "other"])
     assert cut == ["a", "b", "c", "d"]

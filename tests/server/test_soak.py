@@ -76,8 +76,8 @@ async def misbehave(url: str, seconds: float, number: int) -> None:
 
 
 def memory(server: EchoProcess) -> int:
-    """Resident bytes."""
-    return int(pathlib.Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * 4096
+    """Resident bytes of the server's processes."""
+    return sum(int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for pid in server.processes())
 
 
 def soak(warm_seconds: float, seconds: float) -> None:

@@ -21,8 +21,8 @@ def update(text: str, finish: str | None = None) -> Update:
     return Update(0, text, [1], [], 0, Prediction(), finish)
 
 
-class Thread:
-    """What a ticket needs of the engine thread."""
+class Engine:
+    """What a ticket needs of the engine's client."""
 
     def __init__(self):
         self.loop = asyncio.get_running_loop()
@@ -57,8 +57,8 @@ def stream(*items, frames: Frames = FRAMES, answer: Texts | None = None) -> tupl
     goes; and whether the jobs were aborted."""
 
     async def run():
-        thread, bodies, gone = Thread(), [], asyncio.Event()
-        ticket = Ticket(thread, 1, "", False, TicketLimits())
+        engine, bodies, gone = Engine(), [], asyncio.Event()
+        ticket = Ticket(engine, 1, 1, "", TicketLimits())
         ticket.settle(None)
 
         async def receive():
@@ -83,7 +83,7 @@ def stream(*items, frames: Frames = FRAMES, answer: Texts | None = None) -> tupl
         bringing = asyncio.ensure_future(bring())
         await asyncio.wait_for(response({"type": "http", "path": "/"}, receive, send), 20)
         await bringing
-        return bodies, thread.aborted
+        return bodies, engine.aborted
 
     return asyncio.run(run())
 
@@ -128,7 +128,7 @@ def test_a_client_that_goes():
 
 def test_a_reader_that_is_cancelled_loses_nothing():
     async def run():
-        ticket = Ticket(Thread(), 1, "", False, TicketLimits())
+        ticket = Ticket(Engine(), 1, 1, "", TicketLimits())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(ticket.news(), 0.01)
         ticket.deliver(update("a"))
