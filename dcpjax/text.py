@@ -85,6 +85,11 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._bytes, self._special = _token_table(tokenizer)
+        self.texts = {
+            token: data.decode()
+            for token, data in enumerate(self._bytes)
+            if data.isascii() and token not in self._special
+        }  # of tokens that are whole characters whatever stands before them, but for control tokens
         self._typed = TypedTokens(token.content for token in tokenizer.get_added_tokens_decoder().values())
 
     def __reduce__(self):
@@ -266,6 +271,7 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         # A character has at most 4 bytes, a token at least one.
         self._decoder.decode(b"".join(map(tokenizer.token_bytes, prompt_tail[-4:])))
+        self._begun = self._inside()
 
     @property
     def text(self) -> str:
@@ -275,9 +281,19 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Takes the next token; returns the text that may be shown now, often empty."""
         self._num_tokens += 1
-        if self._ended or (self._skip_special and self._tokenizer.is_special(token_id)):
+        if self._ended:
             return ""
-        return self._advance(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        if not self._begun:
+            piece = self._tokenizer.texts.get(
+                token_id
+            )  # most tokens: to ask the decoder takes longer than all the rest
+            if piece is not None:
+                return self._advance(piece)
+        if self._skip_special and self._tokenizer.is_special(token_id):
+            return ""
+        piece = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        self._begun = self._inside()
+        return self._advance(piece)
 
     def finish(self) -> str:
         """Ends the text: returns what was held back, nothing after a stop string or a second time."""
@@ -288,13 +304,20 @@ class TextStream:
 
     def take(self) -> str:
         """What was shown since the last call: for a reader that does not see every `push`."""
-        new = "".join(self._pieces[self._taken :])
-        self._taken = len(self._pieces)
-        return new
+        taken, self._taken = self._taken, len(self._pieces)
+        return self._pieces[taken] if taken == self._taken - 1 else "".join(self._pieces[taken:])
+
+    def _inside(self) -> bool:
+        """Whether a character has begun and not ended."""
+        return bool(self._decoder.getstate()[0])
 
     def _advance(self, piece: str) -> str:
-        if not self._needles or not piece:
-            return self._show(piece)
+        if not self._needles:
+            if piece:
+                self._pieces.append(piece)
+            return piece
+        if not piece:
+            return piece
         text = self._held + piece
         if self._num_tokens < self._min_tokens:
             for needle in self._needles:

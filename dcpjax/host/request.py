@@ -264,12 +264,13 @@ class Request:
 
         Those of the chunks; then all but the last known token: the step that reads a token writes its row.
         """
-        return min(self.computed, max(self.prefill, self.num_tokens - 1))
+        # Without the property: this is asked several times for each token of each request.
+        return min(self.computed, max(self.prefill, len(self.prompt) + len(self.output) - 1))
 
     @property
     def complete(self) -> bool:
         """Whether the steps in flight are sure to bring the last possible token."""
-        return self.num_tokens + self.promised >= self.limit
+        return len(self.prompt) + len(self.output) + self.promised >= self.limit
 
     def known(self, start: int, stop: int) -> tuple[int, ...]:
         """The known tokens at positions `start … stop − 1`."""

@@ -13,7 +13,7 @@ from dcpjax.server.conversation import Conversation, begin
 from dcpjax.server.logprobs import chat_entries, prompt_entries
 from dcpjax.server.protocol import ChatBody
 from dcpjax.server.service import Served, ServerOptions
-from dcpjax.server.stream import EventStream, attended
+from dcpjax.server.stream import EventStream, TextFrame, attended
 from dcpjax.server.ticket import Ticket, Update
 from dcpjax.server.tool_calls import CallBegin, CallPart, Content, Part, call_id
 from dcpjax.server.turn import Thought, Turn
@@ -51,7 +51,7 @@ class _Choice:
             self._token_ids += update.token_ids
         if self._logprobs:
             self._entries += chat_entries(self._tokenizer, update.token_ids, update.logprobs, self._as_ids)
-        return [self._delta(part) for part in self.turn.take(update)]
+        return [self.delta(part) for part in self.turn.take(update)]
 
     def flush(self) -> tuple[list[dict], list[int]]:
         """Logprob entries and token ids that were not sent yet."""
@@ -77,7 +77,8 @@ class _Choice:
         message["content"] = None if not content and (calls or self.turn.silent) else content
         return {**message, "tool_calls": calls} if calls else message
 
-    def _delta(self, part: Thought | Part) -> dict[str, Any]:
+    def delta(self, part: Thought | Part) -> dict[str, Any]:
+        """The part as a delta of a message."""
         match part:
             case Thought(text):
                 return dict.fromkeys(self._reasoning_fields, text)
@@ -107,6 +108,10 @@ class _Answer:
         self._tokenizer = served.model.tokenizer
         self._details = options.prompt_details
         self._stream = stream
+        self._bare = not (
+            body.logprobs or body.return_token_ids or stream.continuous_usage
+        )  # chunks are parts, and no more
+        self._frames: dict[tuple[int, type], TextFrame] = {}
         self._choices = [_Choice(body, turn, served, options.reasoning_fields) for turn in conversation.turns]
 
     async def whole(self, ticket: Ticket) -> dict[str, Any]:
@@ -127,7 +132,10 @@ class _Answer:
     def begin(self) -> Sequence[dict]:
         return ()
 
-    def take(self, update: Update) -> list[dict]:
+    def take(self, update: Update) -> list[dict | bytes]:
+        state = self._choices[update.index]
+        if self._bare and state.opened and update.finish_reason is None:
+            return [self._frame(update.index, part) for part in state.turn.take(update)]
         first = self._body.return_token_ids and not any(choice.opened for choice in self._choices)
         chunks = [self._chunk([choice]) for choice in self._chunks(update)]
         if first:
@@ -184,6 +192,22 @@ class _Answer:
             "choices": choices,
             "system_fingerprint": self._fingerprint,
         }
+
+    def _frame(self, index: int, part: Thought | Part) -> dict | bytes:
+        """The chunk of a part that is neither the first nor the last."""
+        kind = type(part)
+        known = self._frames.get((index, kind))
+        if known is not None:
+            return known.of(part.text)
+
+        def chunk(part: Thought | Part) -> dict[str, Any]:
+            delta = self._choices[index].delta(part)
+            return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+        if kind is not Content and kind is not Thought:
+            return chunk(part)
+        made = self._frames[index, kind] = TextFrame(lambda text: chunk(kind(text)))
+        return made.of(part.text)
 
     def _usage(self) -> dict[str, Any]:
         turns = [choice.turn for choice in self._choices]

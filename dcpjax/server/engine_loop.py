@@ -19,6 +19,10 @@ from dcpjax.server.errors import bad_request
 from dcpjax.server.watch import Watch
 from dcpjax.server.wire import Job, News, carried
 
+# Seconds after which the front hears of steps even if they bring nothing, as those of a long prompt do: it must know that
+# the engine gets on.
+_SILENCE = 1.0
+
 
 class Model(Protocol):
     """What the loop needs of an `LLM`."""
@@ -65,6 +69,8 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._live: dict[str, _Live] = {}
+        self._told = (0, 0)  # requests that wait and live, as of the last news
+        self._told_at = 0.0
         self._taken: list[tuple[int, int, Exception | None]] = []  # not told yet
         self._rows: list[tuple] = []  # not told yet
 
@@ -147,9 +153,12 @@ class EngineLoop:
         self._report()
 
     def _report(self) -> None:
-        taken, rows = self._taken, self._rows
-        self._taken, self._rows = [], []
-        self._tell(News(len(self._model.engine.scheduler.waiting), len(self._live), taken, rows))
+        taken, rows, now = self._taken, self._rows, time.monotonic()
+        numbers = len(self._model.engine.scheduler.waiting), len(self._live)
+        if not (taken or rows) and numbers == self._told and now - self._told_at < _SILENCE:
+            return
+        self._taken, self._rows, self._told, self._told_at = [], [], numbers, now
+        self._tell(News(*numbers, taken, rows))
 
     def _publish(self, deltas: Iterable[Delta]) -> None:
         now, all_live, rows = time.monotonic(), self._live, self._rows

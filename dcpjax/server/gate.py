@@ -1,4 +1,4 @@
-"""In front of all routes: browsers' questions, keys, the server's phase, ids of requests. Plain ASGI: it buffers nothing."""
+"""In front of all routes: ids of requests, browsers' questions, keys, the server's phase. Plain ASGI: it buffers nothing."""
 
 import hashlib
 import random
@@ -26,25 +26,22 @@ class Gate:
 
     @classmethod
     def around(cls, app: ASGIApp, service: Service) -> ASGIApp:
-        """`app` behind a gate, behind the answers to what browsers ask first (CORS)."""
+        """`app` behind a gate, behind the answers to what browsers ask first (CORS), behind the ids of requests."""
         cors = service.options.cors
-        return CORSMiddleware(
+        inner = CORSMiddleware(
             cls(app, service),
             allow_origins=cors.origins,
             allow_methods=cors.methods,
             allow_headers=cors.headers,
             allow_credentials=cors.credentials,
         )
+        return _named(inner, service.options.request_id_headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers, service = Headers(scope=scope), self._service
-        scope["chunks_to"] = send  # past the wrappers that look at the start of an answer only
-        scope["request_id"] = headers.get("x-request-id", "")[:200] or f"{random.getrandbits(128):032x}"
-        if service.options.request_id_headers:
-            send = _with_id(scope["request_id"], send)
         path = route_path(scope)
         if path not in _OPEN and scope["method"] != "OPTIONS":
             try:
@@ -72,6 +69,22 @@ class Gate:
                 "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+
+def _named(app: ASGIApp, shown: bool) -> ASGIApp:
+    """`app`, whose requests have an id. shown: whether answers carry it."""
+
+    async def enter(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope["chunks_to"] = send  # past all wrappers: they look at the start of an answer only
+            scope["request_id"] = (
+                Headers(scope=scope).get("x-request-id", "")[:200] or f"{random.getrandbits(128):032x}"
+            )
+            if shown:
+                send = _with_id(scope["request_id"], send)
+        await app(scope, receive, send)
+
+    return enter
 
 
 def _digests(keys: Sequence[str]) -> list[bytes]:

@@ -45,7 +45,8 @@ class ServerOptions:
     that may wait. request_timeout: seconds to the first token, None: no limit. retry_after: seconds that clients are told
     to wait while the server drains. parallelism: devices and dcp size. fingerprint: what of the configuration can change
     an answer, as text. pin: the acceptance length that is forced, see `Speculation`.
-    profile_dir: where profiles go, see `Profiler.start`. log_requests: whether every request gets a line in the log, but for those of quiet_paths.
+    profile_dir: where profiles go, see `Profiler.start`. log_requests: whether every request gets a line in the log, but for
+    those of quiet_paths.
     """
 
     served_names: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import signal
 import socket
 import threading
@@ -163,6 +164,32 @@ def test_the_engines_death_fails_what_is_pending_and_ends_the_process():
         assert response.status_code == whole.status_code == 500 and stream.status_code == 200
         assert server.wait(10) == 1
         assert "the device is gone" in "".join(server.stderr), "the log says why"
+
+
+def test_the_engines_process_may_be_killed():
+    with ServerProcess(fake={"delay": 0.02}) as server, server.client() as client:
+        running = [Background(server), Background(server, stream=True)]
+        wait_for(lambda: metric(client, "vllm:num_requests_running") == 2)
+        _, engine = server.processes()
+        os.kill(engine, signal.SIGKILL)
+        whole, stream = (request.join() for request in running)
+        assert (
+            whole.status_code == 500 and whole.json()["error"]["message"] == events(stream.text)[-1]["error"]["message"]
+        )
+        assert server.wait() == 1 and "ended by signal 9 (SIGKILL)" in "".join(server.stderr)
+
+
+def test_nothing_is_left_of_either_process_when_the_other_is_killed():
+    port = free_port()
+    with ServerProcess(fake={"load_seconds": 30}, wait=False, port=port) as server:
+        wait_for(lambda: len(server.processes()) == 2)
+        os.kill(server.processes()[1], signal.SIGKILL)
+        assert server.wait() == 1 and "while it loaded the model" in "".join(server.stderr)
+    with ServerProcess(fake={"load_seconds": 30}, wait=False, port=port) as server:
+        wait_for(lambda: len(server.processes()) == 2)
+        engine = pathlib.Path(f"/proc/{server.processes()[1]}/cmdline")
+        server.signal(signal.SIGKILL)
+        wait_for(lambda: not (engine.exists() and engine.read_bytes()))
 
 
 def test_keys_limits_and_defaults():

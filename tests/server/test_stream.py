@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dcpjax.server.errors import ApiError, ClientGone
-from dcpjax.server.stream import EventStream, Frames
+from dcpjax.server.stream import EventStream, Frames, TextFrame, frame
 from dcpjax.server.ticket import Prediction, Ticket, TicketLimits, Update
 
 FRAMES = Frames(
@@ -139,3 +139,12 @@ def test_a_reader_that_is_cancelled_loses_nothing():
         return found
 
     assert asyncio.run(run()) == [update("a")]
+
+
+def test_frames_that_differ_in_a_text():
+    def event(text: str) -> dict:
+        return {"id": "x", "delta": {"reasoning": text, "reasoning_content": text}, "more": [None, 1]}
+
+    ready = TextFrame(event)
+    for text in ("", "plain", 'a "quoted"\nline', "naïve 🙂", "\ufdd0", "\\ufdd0"):
+        assert ready.of(text) == frame(event(text))
