@@ -153,7 +153,7 @@ class EngineClient:
         try:
             return await done
         finally:
-            del self._questions[number]
+            del self._questions[number], done  # an error that it raises knows this frame
 
     def hear(self, message: Any) -> None:
         """Takes a message of the engine process."""

@@ -74,7 +74,7 @@ def _be(work: Callable[[Channel], int], end: socket.socket) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group, and the front knows what to do
             signal.signal(number, signal.SIG_IGN)
-        code = work(_Pipe(end))
+        code = work(Pipe(end, gone=lambda: os._exit(0)))
     except BaseException:
         log.exception("the engine process failed")
     finally:
@@ -83,11 +83,13 @@ def _be(work: Callable[[Channel], int], end: socket.socket) -> NoReturn:
         os._exit(code)  # without what the front has registered for its own end
 
 
-class _Pipe:
-    """The engine process's end; a `Channel`."""
+class Pipe:
+    """The engine process's end; a `Channel`. gone: called when the front has gone: whatever is loaded or computed here is
+    nobody's any more."""
 
-    def __init__(self, end: socket.socket):
+    def __init__(self, end: socket.socket, gone: Callable[[], None]):
         self._end = end
+        self._gone = gone
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
@@ -100,7 +102,7 @@ class _Pipe:
             log.debug("the front has gone")
 
     def listen(self, hear: Callable[[Any], None]) -> None:
-        """Until the front has gone: then whatever is loaded or computed here is nobody's any more, and the process ends."""
+        """Calls `hear` with every message, until the front has gone."""
         unpacker = Unpacker()
         try:
             while data := self._end.recv(1 << 20):
@@ -108,4 +110,4 @@ class _Pipe:
                     hear(message)
         except OSError:
             log.debug("the front has gone")
-        os._exit(0)
+        self._gone()

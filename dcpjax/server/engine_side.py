@@ -101,7 +101,7 @@ class EngineSide:
         try:
             told = Told(number, function(self, *arguments), None)
         except Exception as error:  # noqa: BLE001 - whatever it is, whoever asked must hear of it
-            told = Told(number, None, carried(error))
+            told = Told(number, None, carried(error).with_traceback(None))  # which knows this frame
         self._tell(told)
 
     def _device_metrics(self, options: ServerOptions) -> DeviceMetrics:
@@ -126,7 +126,7 @@ class Channel(Protocol):
         """From any thread."""
 
     def listen(self, hear: Callable[[Any], None]) -> None:
-        """Calls `hear` with every message, until the front has gone; in a process of its own it ends that, then."""
+        """Calls `hear` with every message, until the front has gone."""
 
 
 def work(load: Callable[[], "LLM"], options: ServerOptions, channel: Channel) -> int:
@@ -134,7 +134,8 @@ def work(load: Callable[[], "LLM"], options: ServerOptions, channel: Channel) ->
     sides: list[EngineSide] = []
 
     def hear(message: Any) -> None:
-        sides[0].hear(message)  # the front says nothing before it is told of the model
+        for side in sides:  # none where the model could not be loaded: then the process is about to end
+            side.hear(message)
 
     threading.Thread(target=channel.listen, args=(hear,), name="listen", daemon=True).start()
     try:

@@ -55,7 +55,6 @@ class Gate:
             await self._app(scope, receive, send)
         finally:
             service.num_inflight -= 1
-            del scope["chunks_to"]  # it knows the scope: the two would wait, with the request's body, for the collector
 
     def _check_key(self, headers: Headers) -> None:
         if not self._keys:
@@ -75,14 +74,15 @@ def _named(app: ASGIApp, shown: bool) -> ASGIApp:
     """`app`, whose requests have an id. shown: whether answers carry it."""
 
     async def enter(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope["chunks_to"] = send  # past all wrappers: they look at the start of an answer only
-            scope["request_id"] = (
-                Headers(scope=scope).get("x-request-id", "")[:200] or f"{random.getrandbits(128):032x}"
-            )
-            if shown:
-                send = _with_id(scope["request_id"], send)
-        await app(scope, receive, send)
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        scope["chunks_to"] = send  # past all wrappers: they look at the start of an answer only
+        scope["request_id"] = Headers(scope=scope).get("x-request-id", "")[:200] or f"{random.getrandbits(128):032x}"
+        try:
+            await app(scope, receive, _with_id(scope["request_id"], send) if shown else send)
+        finally:
+            del scope["chunks_to"]  # it knows the scope: the two would wait, with the request's body, for the collector
 
     return enter
 

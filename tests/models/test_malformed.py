@@ -4,7 +4,6 @@ import json
 import pathlib
 import re
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -15,8 +14,8 @@ from safetensors.numpy import save_file
 
 from dcpjax import serve
 from dcpjax.llm import LLM
-from dcpjax.server.wire import pack
 from models.tensorfile import open_file
+from tests.server.in_thread import InThread
 
 FP8, PLAIN = "q_fp8_block128", "b_group2"
 SINGLE, INDEX, SECOND = "model.safetensors", "model.safetensors.index.json", "model-00002-of-00002.safetensors"
@@ -315,30 +314,6 @@ def spoiled(name, data, tmp_path):
     return folder, told
 
 
-class Inline:
-    """In place of the engine's process: loads where it stands, which fails."""
-
-    def __init__(self, work):
-        self.end, self._theirs = socket.socketpair()
-        work(self)
-
-    def send(self, message):
-        self._theirs.sendall(pack(message))
-
-    def listen(self, hear):
-        """The front has nothing to say."""
-
-    def ended(self, seconds):
-        return True
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.end.close()
-        self._theirs.close()
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_one_line_and_an_exit_code(name, data, tmp_path, capfd, quick_compile):
     folder, told = spoiled(name, data, tmp_path)
@@ -346,7 +321,7 @@ def test_one_line_and_an_exit_code(name, data, tmp_path, capfd, quick_compile):
     def make_llm(arguments):
         return LLM(**arguments)
 
-    code = serve.main([str(folder), "--port", "0"], make_llm=make_llm, environment={}, start=Inline)
+    code = serve.main([str(folder), "--port", "0"], make_llm=make_llm, environment={}, start=InThread)
     out, err = capfd.readouterr()
     assert code == 2 and not out
     lines = err.splitlines()

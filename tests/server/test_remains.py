@@ -6,6 +6,7 @@ import gc
 import json
 import socket
 import struct
+import threading
 import weakref
 
 import pytest
@@ -17,7 +18,10 @@ from dcpjax.server.app import make_app
 from dcpjax.server.arguments import parse
 from dcpjax.server.connection import Connection
 from dcpjax.server.echo import EchoLLM
+from dcpjax.server.engine_client import EngineClient
+from dcpjax.server.engine_side import Channel, EngineSide
 from dcpjax.server.service import Service
+from tests.server.in_thread import InThread
 
 SETTINGS = parse(
     [
@@ -91,8 +95,15 @@ def left():
     """Asks for something several times; (status, objects that the collector found afterwards)."""
     service = Service(SETTINGS.options)
 
-    async def open_app():
-        service.open(EchoLLM(SETTINGS.llm), lambda: None)
+    def work(channel: Channel) -> None:
+        side = EngineSide(EchoLLM(SETTINGS.llm), SETTINGS.options, channel.send)
+        threading.Thread(target=channel.listen, args=(side.hear,)).start()
+        channel.send(side.facts())
+        side.run()
+
+    async def open_app(process: InThread):
+        engine = EngineClient(process, SETTINGS.options.ticket_limits, lambda: None)
+        service.open(await engine.loaded(), engine)
         return make_app(service)
 
     async def ask(path: str, body: dict, leave_after: int | None) -> int:
@@ -115,10 +126,10 @@ def left():
         finally:
             gc.enable()
 
-    with asyncio.Runner() as runner:
-        app = runner.run(open_app())
+    with InThread(work) as process, asyncio.Runner() as runner:
+        app = runner.run(open_app(process))
         yield lambda *request: runner.run(count(*request))
-        assert service.served.thread.stop(timeout=10)
+        assert runner.run(service.served.engine.close(seconds=10))
     gc.unfreeze()
 
 
