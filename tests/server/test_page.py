@@ -70,7 +70,7 @@ def test_a_chat_by_keyboard_alone(browser, server):
     said = text(browser, "talk")
     assert said.count("one two three four five six seven eight nine ten") == 2
     runs = browser.find_elements(By.CSS_SELECTOR, "#talk .run")
-    assert 1 < len(runs) < 10  # several tokens a step
+    assert 0 < len(runs) < 10  # several tokens a step, and steps that come at once are one run
     assert browser.find_element(By.ID, "send").is_enabled()
 
 
