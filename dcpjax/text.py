@@ -20,11 +20,12 @@ import tokenizers
 from dcpjax.errors import ConfigError, RequestError
 from dcpjax.typed import MARK, TypedTokens
 
-# Characters that are encoded in less time than it takes to wake other threads for it.
-_SHORT = 2000
-
 # Names in tokenizer_config.json that templates may refer to.
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+# Attributes of dicts: in templates they hide keys of the same name.
+_DICT_NAMES = frozenset(dir(dict))
 
 
 class TextRules(Protocol):
@@ -41,14 +42,22 @@ class TextRules(Protocol):
     def min_tokens(self) -> int: ...
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which finds keys of dicts without a search for attributes that would be unsafe."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """What `obj.attribute` is in a template."""
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_NAMES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
 class ChatTemplate:
     """A Jinja template from a checkpoint, rendered in a sandbox that cannot change what it is given."""
 
     def __init__(self, source: str, named_tokens: dict[str, str] | None = None):
         """Raises `ConfigError` when `source` is not a template."""
-        env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         env.filters["tojson"] = _tojson
         env.globals["raise_exception"] = _raise_exception
         env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
@@ -154,8 +163,6 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; control tokens written out in it become those tokens."""
-        if len(text) < _SHORT:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         # The batch call releases the interpreter lock, the single one does not: a long prompt must not stall others.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -203,8 +210,6 @@ class Tokenizer:
         return self._typed.encode(prompt, self.token_id, self._encode_plain)
 
     def _encode_plain(self, texts: list[str]) -> list[list[int]]:
-        if sum(map(len, texts)) < _SHORT:
-            return [self._plain.encode(text, add_special_tokens=False).ids for text in texts]
         return [found.ids for found in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
 
 

@@ -110,10 +110,18 @@ class SamplingParams:
                 continue
             _integer(name, getattr(self, name), lambda x: x >= -1, "at least 0, or -1 (the whole vocabulary)")
 
+    def __getstate__(self) -> dict[str, object]:
+        """What is not as it is by default: it crosses between processes with every request."""
+        return {name: value for name, value in vars(self).items() if value != _DEFAULTS[name]}
+
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken: no noise is drawn."""
         return self.temperature < 1e-5
+
+
+# Of a class: an object that lacks a field has it by default.
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 
 
 # The plain types first: to ask the abstract ones takes longer than all the rest of a check.

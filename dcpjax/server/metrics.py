@@ -1,11 +1,11 @@
 """Prometheus metrics under vLLM's names, so that dashboards and benchmark clients work unchanged.
 
-Counters and gauges are read from the engine when somebody asks; histograms are fed by the engine thread.
+Counters and gauges are read from the engine when somebody asks; histograms are fed by the engine's loop.
 """
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -50,10 +50,7 @@ class Metrics:
         info.labels(**self._labels, **(cache or {})).set(1)
         lengths = _one_two_five(max_model_len)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
-        self._between = _Tally(
-            "vllm:inter_token_latency_seconds", "Time between token arrivals.", _BETWEEN, self._labels
-        )
-        self._registry.register(self._between)
+        self._between = self._histogram("inter_token_latency_seconds", "Time between token arrivals.", _BETWEEN)
         self._per_token = self._histogram(
             "request_time_per_output_token_seconds", "Mean time a token after the first, by request.", _BETWEEN
         )
@@ -73,22 +70,11 @@ class Metrics:
         self._inference = self._histogram("request_inference_time_seconds", "First step to last token.", _WHOLE)
         self._n = self._histogram("request_params_n", "Choices asked for.", _CHOICES)
         self._step_tokens = self._histogram("iteration_tokens_total", "Query tokens of a step.", _STEP_TOKENS)
-        steps = prometheus_client.Histogram(
-            "dcpjax:step_seconds",
-            "Time of a step, by whether it has prompt chunks.",
-            (*self._labels, "phase"),
-            buckets=_STEP,
-            registry=self._registry,
-        )
-        self._steps = {phase: steps.labels(**self._labels, phase=phase) for phase in ("prefill", "decode")}
-
-        self._masks = prometheus_client.Histogram(
-            "dcpjax:grammar_mask_seconds",
-            "Time to find what a grammar allows, by request and step.",
-            tuple(self._labels),
-            buckets=_MASK,
-            registry=self._registry,
-        ).labels(**self._labels)
+        words = "Time of a step, by whether it has prompt chunks."
+        phases = [{**self._labels, "phase": phase} for phase in ("prefill", "decode")]
+        self._prefill_steps, self._decode_steps = self._histograms("dcpjax:step_seconds", words, _STEP, phases)
+        words = "Time to find what a grammar allows, by request and step."
+        (self._masks,) = self._histograms("dcpjax:grammar_mask_seconds", words, _MASK, [self._labels])
 
     @property
     def labels(self) -> dict[str, str]:
@@ -150,35 +136,51 @@ class Metrics:
     def step(self, prompt_tokens: int, decode_tokens: int, seconds: float) -> None:
         """A step of so many query tokens was made, in `seconds`."""
         self._step_tokens.observe(prompt_tokens + decode_tokens)
-        self._steps["prefill" if prompt_tokens else "decode"].observe(seconds)
+        (self._prefill_steps if prompt_tokens else self._decode_steps).observe(seconds)
 
-    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> prometheus_client.Histogram:
-        family = prometheus_client.Histogram(
-            f"vllm:{name}", words, tuple(self._labels), buckets=buckets, registry=self._registry
-        )
-        return family.labels(**self._labels)
+    def _histogram(self, name: str, words: str, bounds: tuple[float, ...]) -> "_Tally":
+        (tally,) = self._histograms(f"vllm:{name}", words, bounds, [self._labels])
+        return tally
+
+    def _histograms(
+        self, name: str, words: str, bounds: tuple[float, ...], labels: Sequence[dict[str, str]]
+    ) -> list["_Tally"]:
+        """One for each set of labels, all under one name."""
+        tallies = [_Tally(bounds, each) for each in labels]
+        self._registry.register(_Tallies(name, words, tallies))
+        return tallies
 
 
-class _Tally(Collector):
-    """A histogram for one value a token: to feed the library's own takes five times as long. One thread feeds it."""
+class _Tally:
+    """A histogram: to feed the library's own takes five times as long. Each is fed by one thread."""
 
-    def __init__(self, name: str, words: str, bounds: tuple[float, ...], labels: dict[str, str]):
-        self._name, self._words, self._labels = name, words, labels
+    def __init__(self, bounds: tuple[float, ...], labels: dict[str, str]):
+        self.labels = labels
+        self.sum = 0.0
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
 
     def observe(self, value: float) -> None:
         """Counts `value` in the first bucket whose bound is not below it."""
         self._counts[bisect.bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Bounds, as Prometheus writes them, with how many values are not above each."""
+        return list(zip([*map(floatToGoString, self._bounds), "+Inf"], itertools.accumulate(self._counts), strict=True))
+
+
+class _Tallies(Collector):
+    """Histograms of one name, whose labels have the same names."""
+
+    def __init__(self, name: str, words: str, tallies: Sequence[_Tally]):
+        self._name, self._words, self._tallies = name, words, tallies
 
     def collect(self) -> Iterator[Metric]:
         """The family, for Prometheus."""
-        family = HistogramMetricFamily(self._name, self._words, labels=list(self._labels))
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
-        buckets = list(zip(names, itertools.accumulate(self._counts), strict=True))
-        family.add_metric(list(self._labels.values()), buckets, self._sum)
+        family = HistogramMetricFamily(self._name, self._words, labels=list(self._tallies[0].labels))
+        for tally in self._tallies:
+            family.add_metric(list(tally.labels.values()), tally.buckets(), tally.sum)
         yield family
 
 
