@@ -20,6 +20,9 @@ import tokenizers
 from dcpjax.errors import ConfigError, RequestError
 from dcpjax.typed import MARK, TypedTokens
 
+# Characters that are encoded in less time than it takes to wake other threads for it.
+_SHORT = 2000
+
 # Names in tokenizer_config.json that templates may refer to.
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -163,6 +166,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; control tokens written out in it become those tokens."""
+        if len(text) < _SHORT:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         # The batch call releases the interpreter lock, the single one does not: a long prompt must not stall others.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -210,6 +215,8 @@ class Tokenizer:
         return self._typed.encode(prompt, self.token_id, self._encode_plain)
 
     def _encode_plain(self, texts: list[str]) -> list[list[int]]:
+        if sum(map(len, texts)) < _SHORT:
+            return [self._plain.encode(text, add_special_tokens=False).ids for text in texts]
         return [found.ids for found in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
 
 

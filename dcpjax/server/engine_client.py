@@ -51,6 +51,7 @@ class EngineClient:
         self._loaded: asyncio.Future[ModelFacts] = self.loop.create_future()
         self._transport: asyncio.WriteTransport | None = None
         self._stopping = False
+        self._outgoing: list[bytes] = []  # messages of this turn of the loop
         self._lost: asyncio.Future[None] = self.loop.create_future()
         self._num_made = 0  # tickets and questions
         self._num_entering = 0  # jobs on their way to the engine
@@ -216,8 +217,14 @@ class EngineClient:
         self._on_death()
 
     def _send(self, message: Any) -> None:
+        self._outgoing.append(pack(message))
+        if len(self._outgoing) == 1:
+            self.loop.call_soon(self._flush)  # all of one turn of the loop at once: to write and to be woken up is dear
+
+    def _flush(self) -> None:
+        data, self._outgoing = b"".join(self._outgoing), []
         if not (self.dead or self._transport.is_closing()):
-            self._transport.write(pack(message))
+            self._transport.write(data)
 
     def _next(self) -> int:
         self._num_made += 1
