@@ -21,12 +21,12 @@ def test_gpus_get_kernels_in_bfloat16(platform):
 
 
 def test_hopper_has_a_kernel_of_its_own():
-    """For the model's rows; asked for elsewhere it is refused."""
-    where = ("gpu", jnp.bfloat16, *WIDTHS, False)
-    assert Kernels.chosen("auto", *where, True).sparse_mla == "mosaic"
-    assert Kernels.chosen("auto", "gpu", jnp.bfloat16, 256, 64, 128, False, True).sparse_mla == "triton"
-    with pytest.raises(ConfigError, match="sparse_mla 'mosaic' runs on Hopper GPUs"):
-        Kernels.chosen({"sparse_mla": "mosaic"}, *where)
+    """On request, for the model's rows; elsewhere it is refused."""
+    own, where = {"sparse_mla": "mosaic"}, ("gpu", jnp.bfloat16, *WIDTHS, False)
+    assert Kernels.chosen(own, *where, True).sparse_mla == "mosaic"
+    for other in (where, ("gpu", jnp.bfloat16, 256, 64, 128, False, True)):
+        with pytest.raises(ConfigError, match="sparse_mla 'mosaic' runs on Hopper GPUs, for rows of 512 and 64 values"):
+            Kernels.chosen(own, *other)
     assert abstract_plan(platform="cuda").hopper
     assert not abstract_plan(platform="cpu").hopper
 
