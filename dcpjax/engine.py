@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from dcpjax.errors import CacheFullError, RequestError
 from dcpjax.host.events import Event, EventLog
 from dcpjax.host.hits import PrefixStats
-from dcpjax.host.keys import Hash, sha256
+from dcpjax.host.keys import Hash, PageKeys, sha256
 from dcpjax.host.plan import StepPlan, StepResult
 from dcpjax.host.prefix import PrefixCache
 from dcpjax.host.report import EngineStats
@@ -133,6 +133,7 @@ class EngineCore:
         no_store: bool = False,
         grammar: Grammar | None = None,
         priority: int = 0,
+        keys: PageKeys | None = None,
     ) -> Request:
         """Queues one choice of a prompt of token ids. Raises `RequestError` if it can never run.
 
@@ -140,7 +141,7 @@ class EngineCore:
         of one prompt one after the other, from 0 on: those of a prompt without a seed then share the one drawn for it.
         text: is shown every token of the text, and may end it at a stop string. cache_salt: pages are shared only with
         requests of the same one. no_store: its pages are not for others. grammar: of this choice alone. priority: the
-        smaller, the earlier.
+        smaller, the earlier. keys: from `page_keys` of this prompt and salt; None: they are made when they are needed.
         """
         prompt = list(map(int, prompt))
         if not 0 <= choice < params.n:
@@ -166,6 +167,7 @@ class EngineCore:
             no_store=no_store,
             grammar=grammar,
             priority=priority,
+            keys=keys,
             metrics=Times(arrival=self._clock()),
         )
         self._runner.check(request)
@@ -174,6 +176,16 @@ class EngineCore:
         self._num_added += 1
         self._requests[request.id] = request
         return request
+
+    def page_keys(self, prompt: Sequence[int], cache_salt: str | None = None) -> PageKeys | None:
+        """Keys of a prompt's pages, for `add`; None without a prefix cache. From any thread: those of a long prompt take as
+        long as many a step."""
+        prefix = self.scheduler.prefix
+        if prefix is None:
+            return None
+        keys = prefix.scheme.start(salt=cache_salt)
+        keys.extend(prompt)
+        return keys
 
     def abort(self, request_id: str) -> Delta | None:
         """Ends a request now, waiting or running; what steps in flight bring it is dropped. None: it is not live."""

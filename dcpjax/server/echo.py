@@ -4,6 +4,7 @@ Everything but the device is real: tokenizer, scheduler, prefix cache, engine lo
 text of the last turn, of the user or a tool, and then an end-of-text token; a plain prompt is answered with itself.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -114,11 +115,13 @@ class Script:
     def answer(self, prompt: Sequence[int], limit: int) -> list[int]:
         """The last turn without its control token, or all of a prompt that has no turns. limit: tokens of prompt and answer
         at most; no more is made of a long turn than may be said."""
-        backwards = prompt[::-1]
-        ends = [backwards.index(token) for token in self._asked if token in backwards]
-        if not ends:
+        backwards, end = prompt[::-1], len(prompt)
+        for token in self._asked:
+            with contextlib.suppress(ValueError):
+                end = backwards.index(token, 0, end)
+        if end == len(prompt):
             return list(prompt)
-        start = len(prompt) - min(ends)
+        start = len(prompt) - end
         turn = list(prompt[start : start + _TAG_TOKENS * (limit - len(prompt))])
         return self._spoken(turn[: turn.index(self._answer)] if self._answer in turn else turn)
 

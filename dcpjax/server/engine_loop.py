@@ -10,10 +10,11 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dcpjax.engine import Delta, EngineCore
 from dcpjax.errors import RequestError
+from dcpjax.host.keys import PageKeys
 from dcpjax.host.request import Grammar, Request, SamplingParams
 from dcpjax.server.errors import bad_request
 from dcpjax.server.watch import Watch
@@ -43,6 +44,14 @@ class Observer(Protocol):
 
     def finished(self, request: Request) -> None:
         """The request has ended, for whatever reason."""
+
+
+class ReadyJob(NamedTuple):
+    """A job with what can be made of it outside the loop. keys: of its prompt's pages."""
+
+    job: Job
+    grammar: Grammar | None
+    keys: PageKeys | None
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,11 +114,11 @@ class EngineLoop:
 
     # Commands: to be called in the loop.
 
-    def add(self, ticket: int, jobs: Sequence[tuple[Job, Grammar | None]], whole: bool) -> None:
+    def add(self, ticket: int, jobs: Sequence[ReadyJob], whole: bool) -> None:
         """Takes all of the jobs, or none if the engine refuses one."""
         added: list[_Live] = []
         try:
-            for index, (job, grammar) in enumerate(jobs):
+            for index, (job, grammar, keys) in enumerate(jobs):
                 request = self._model.add(
                     job.prompt,
                     job.params,
@@ -118,6 +127,7 @@ class EngineLoop:
                     no_store=job.no_store,
                     grammar=grammar,
                     priority=job.priority,
+                    keys=keys,
                 )
                 added.append(_Live(request, ticket, index, whole))
         except Exception as error:  # noqa: BLE001 - one odd request must not end the others

@@ -14,13 +14,13 @@ from dcpjax.errors import DcpjaxError
 from dcpjax.grammar import Grammars, Vocabulary
 from dcpjax.layout import CacheLayout
 from dcpjax.server.device_metrics import DeviceMetrics
-from dcpjax.server.engine_loop import EngineLoop
+from dcpjax.server.engine_loop import EngineLoop, ReadyJob
 from dcpjax.server.metrics import Metrics
 from dcpjax.server.profile import Profiler
 from dcpjax.server.rules import RulesMaker
 from dcpjax.server.service import ServerOptions
 from dcpjax.server.watch import Watch
-from dcpjax.server.wire import Add, Ask, Cut, Died, Drop, Failed, ModelFacts, Stop, Told, carried
+from dcpjax.server.wire import Add, Ask, Cut, Died, Drop, Failed, Job, ModelFacts, Stop, Told, carried
 
 if TYPE_CHECKING:  # it imports JAX: the server works with whatever has its attributes
     from dcpjax.llm import LLM
@@ -80,7 +80,7 @@ class EngineSide:
         match message:
             case Add(ticket, jobs, whole):
                 try:
-                    made = [(job, None if job.rules is None else self.rules.make(job.rules)) for job in jobs]
+                    made = [self._ready(job) for job in jobs]
                 except Exception as error:  # noqa: BLE001 - it must not end the others
                     loop.call(lambda error=error: loop.refuse(ticket, len(jobs), error))
                     return
@@ -96,6 +96,10 @@ class EngineSide:
                 loop.call(lambda: self._tell(Told(number, function(self, *arguments), None)))
             case Stop():
                 loop.stop()
+
+    def _ready(self, job: Job) -> ReadyJob:
+        grammar = None if job.rules is None else self.rules.make(job.rules)
+        return ReadyJob(job, grammar, self.engine.page_keys(job.prompt, job.cache_salt))
 
     def _answer(self, number: int, function: Callable, arguments: tuple) -> None:
         try:
