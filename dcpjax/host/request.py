@@ -35,7 +35,7 @@ class SamplingParams:
     seed: any int64; None: the engine draws one.
     n: choices for the prompt, 1…64, each a request of its own.
     presence_penalty, frequency_penalty: in [−2, 2], over generated tokens.
-    repetition_penalty: > 0, over prompt and generated tokens.
+    repetition_penalty: 1.2e-38 … 3.4e38 (what float32 can divide by), over prompt and generated tokens.
     logit_bias: token id → −100…100.
     allowed_token_ids: no other ones are generated, ends of text included; None: all may be.
     logprobs: how many of the best to report per token; 0: only the chosen one; −1: the whole vocabulary; None: nothing.
@@ -101,7 +101,7 @@ class SamplingParams:
         _integer("n", self.n, lambda x: 1 <= x <= 64, "between 1 and 64")
         for name in ("presence_penalty", "frequency_penalty"):
             _number(name, getattr(self, name), lambda x: -2 <= x <= 2, "between -2 and 2")
-        _number("repetition_penalty", self.repetition_penalty, lambda x: x > 0, "above 0")
+        _number("repetition_penalty", self.repetition_penalty, _normal, "between 1.2e-38 and 3.4e38")
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias", token, lambda x: x >= 0, "a map whose keys are token ids, at least 0")
             _number("logit_bias", bias, lambda x: -100 <= x <= 100, "a map whose values are between -100 and 100")
@@ -130,6 +130,11 @@ def _number(name, value, allowed, words):
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or not allowed(value):
         raise RequestError(f"{name}: got {value!r:.200}, it must be {words}")
+
+
+def _normal(value: float) -> bool:
+    """Whether it is above 0 and not more or less than float32 has: devices make 0 of smaller ones."""
+    return 1.2e-38 <= value <= 3.4e38
 
 
 def _integer(name, value, allowed, words):

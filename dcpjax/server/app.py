@@ -40,11 +40,12 @@ def make_app(service: Service) -> ASGIApp:
     _add_state(routes, service)
     if service.options.dev_endpoints:
         _add_dev(routes, service)
-    document = JsonResponse(routes.document())
+    document = routes.document()
 
     @routes.hide("/openapi.json")
     async def get_document(request: Request) -> Response:
-        return document
+        prefix = request.scope.get("root_path")  # which a proxy takes away
+        return JsonResponse({**document, "servers": [{"url": prefix}]} if prefix else document)
 
     app = Starlette(routes=routes.routes)
     errors.install(app)

@@ -1,5 +1,6 @@
 """In front of all routes: ids of requests, browsers' questions, keys, the server's phase. Plain ASGI: it buffers nothing."""
 
+import asyncio
 import hashlib
 import random
 import secrets
@@ -9,7 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dcpjax.server.errors import ApiError, route_path
+from dcpjax.server.errors import ApiError, route_path, unavailable
 from dcpjax.server.service import Service
 
 # Routes that need neither a key nor a model. All others do, whatever they are: what is forgotten here is shut.
@@ -77,10 +78,26 @@ def _named(app: ASGIApp, shown: bool) -> ASGIApp:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
+        name = Headers(scope=scope).get("x-request-id", "")[:200] or f"{random.getrandbits(128):032x}"
+        begun = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                if shown:
+                    MutableHeaders(scope=message)["X-Request-Id"] = name
+            await send(message)
+
+        scope["request_id"] = name
         scope["chunks_to"] = send  # past all wrappers: they look at the start of an answer only
-        scope["request_id"] = Headers(scope=scope).get("x-request-id", "")[:200] or f"{random.getrandbits(128):032x}"
         try:
-            await app(scope, receive, _with_id(scope["request_id"], send) if shown else send)
+            await app(scope, receive, send_on)
+        except asyncio.CancelledError:
+            # The server ends and waits no longer: for a body that does not come, as a rule.
+            if begun:
+                raise
+            await unavailable("The server is ending.").response(route_path(scope))(scope, receive, send_on)
         finally:
             del scope["chunks_to"]  # it knows the scope: the two would wait, with the request's body, for the collector
 
@@ -89,12 +106,3 @@ def _named(app: ASGIApp, shown: bool) -> ASGIApp:
 
 def _digests(keys: Sequence[str]) -> list[bytes]:
     return [hashlib.sha256(key.encode()).digest() for key in keys]
-
-
-def _with_id(request_id: str, send: Send) -> Send:
-    async def send_with_id(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            MutableHeaders(scope=message)["X-Request-Id"] = request_id
-        await send(message)
-
-    return send_with_id

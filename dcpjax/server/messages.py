@@ -42,7 +42,9 @@ def _frame(event: dict) -> bytes:
     return b"event: " + event["type"].encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
 
 
-FRAMES = Frames(event=_frame, error=lambda error: _frame(error.anthropic_body()), end=b"", ping={"type": "ping"})
+FRAMES = Frames(
+    event=_frame, error=lambda error, number: _frame(error.anthropic_body()), end=b"", ping={"type": "ping"}
+)
 
 
 class _Answer:

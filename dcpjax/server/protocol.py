@@ -41,7 +41,7 @@ class SamplingBody(Body):
     min_p: Finite | None = Field(None, ge=0, le=1)
     presence_penalty: Finite | None = Field(None, ge=-2, le=2)
     frequency_penalty: Finite | None = Field(None, ge=-2, le=2)
-    repetition_penalty: Finite | None = Field(None, gt=0)
+    repetition_penalty: Finite | None = Field(None, ge=1.2e-38, le=3.4e38)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None

@@ -51,8 +51,9 @@ def _frame(event: dict) -> bytes:
     return b"event: " + event["type"].encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
 
 
-def _error(error: ApiError) -> bytes:
-    return _frame({"type": "error", "code": str(error.status), "message": error.message, "param": error.param})
+def _error(error: ApiError, number: int) -> bytes:
+    event = {"type": "error", "code": str(error.status), "message": error.message, "param": error.param}
+    return _frame({**event, "sequence_number": number})
 
 
 FRAMES = Frames(event=_frame, error=_error, end=b"")

@@ -42,11 +42,11 @@ class TextFrame:
 
 @dataclasses.dataclass(frozen=True)
 class Frames:
-    """How events are written: an event, an error in their midst, and what ends all streams. ping: an event for whenever
+    """How events are written: an event, an error in their midst, with the number of events before it, and what ends all streams. ping: an event for whenever
     nothing else came for `ping_seconds`; None: there is none."""
 
     event: Callable[[dict], bytes] = frame
-    error: Callable[[ApiError], bytes] = lambda error: frame(error.body())
+    error: Callable[[ApiError, int], bytes] = lambda error, number: frame(error.body())
     end: bytes = b"data: [DONE]\n\n"
     ping: dict | None = None
     ping_seconds: float = 10.0
@@ -104,6 +104,7 @@ class EventStream(Response):
         self._ticket = ticket
         self._answer = answer
         self._frames = frames
+        self._num_events = 0  # that were sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The response, as ASGI has it."""
@@ -115,12 +116,12 @@ class EventStream(Response):
                     await asyncio.ensure_future(self._send_updates(scope.get("chunks_to", send)))
                     last = self._written(self._answer.end())
                 except ApiError as error:
-                    last = self._frames.error(error)
+                    last = self._frames.error(error, self._num_events)
                 except (ClientGone, OSError):
                     raise
                 except Exception:
                     log.exception("a stream failed")
-                    last = self._frames.error(internal(scope.get("request_id", "-")))
+                    last = self._frames.error(internal(scope.get("request_id", "-")), self._num_events)
                 await send({"type": "http.response.body", "body": last + self._frames.end, "more_body": False})
         except (ClientGone, OSError):
             log.debug("client went away: %s", scope["path"])
@@ -132,6 +133,7 @@ class EventStream(Response):
         events = answer.begin()
         while True:
             if events:
+                self._num_events += len(events)
                 await send({"type": "http.response.body", "body": self._written(events), "more_body": True})
             if ticket.over:
                 return

@@ -46,6 +46,7 @@ def test_defaults_and_forms():
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-46),
         ("logit_bias", {"5": 1.0}),
         ("logit_bias", {-5: 1.0}),
         ("logit_bias", {5: 101}),

@@ -64,12 +64,18 @@ def test_a_signal_drains_and_ends_with_0(number):
 
 
 def test_what_is_not_done_when_the_time_is_up_is_aborted_with_a_last_chunk():
-    with ServerProcess("--shutdown-timeout", "0.2", fake={"delay": 0.05}) as server, server.client() as client:
+    with (
+        ServerProcess("--shutdown-timeout", "0.2", fake={"delay": 0.05}) as server,
+        server.client() as client,
+        Leaver(server.url, BODY, missing=5) as half,
+    ):
         running = [Background(server, stream=True), Background(server)]
         wait_for(lambda: metric(client, "vllm:num_requests_running") == 2)
         server.signal()
         assert events(running[0].join().text)[-1]["choices"][0]["finish_reason"] == "abort"
         assert running[1].join().json()["choices"][0]["finish_reason"] == "abort"
+        head, _, error = half.makefile("rb").read().partition(b"\r\n\r\n")
+        assert b" 503 " in head and json.loads(error)["error"]["code"] == 503, "whose body never came"
         assert server.wait() == 0
 
 
@@ -137,16 +143,16 @@ def test_a_client_that_goes_away_stops_its_requests():
 
 
 class Leaver:
-    """Sends a request and closes the connection, without a word, at the end of the block."""
+    """Sends a request, but for bytes that are `missing`, and closes the connection, without a word, at the end of the block."""
 
-    def __init__(self, url: str, body: dict):
+    def __init__(self, url: str, body: dict, missing: int = 0):
         url, content = httpx.URL(url), json.dumps(body)
         head = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         self._socket = socket.create_connection((url.host, url.port))
-        self._socket.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}{content}".encode())
+        self._socket.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}{content}".encode()[: -missing or None])
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> socket.socket:
+        return self._socket
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()

@@ -3,12 +3,16 @@
 import json
 import os
 import pathlib
+import shutil
+import ssl
+import subprocess
 import threading
 import time
 
 import httpx
 import pytest
 
+from dcpjax.server.echo import TINY
 from tests.server.process import EchoProcess, ServerProcess, events, metric, wait_for
 
 SLOW = {"prompt": "SLOW", "max_tokens": 200}
@@ -155,7 +159,7 @@ def test_browsers_are_told_who_may_ask(client):
     assert response.status_code == 200 and response.headers["access-control-allow-origin"] == "https://a.example"
     assert response.headers["access-control-allow-credentials"] == "true"
     response = client.options("/v1/chat/completions", headers={**asked, "Origin": "https://b.example"})
-    assert "access-control-allow-origin" not in response.headers
+    assert "access-control-allow-origin" not in response.headers and response.headers["x-request-id"]
     refused = client.get("/v1/models", headers={"Authorization": "Bearer no", "Origin": "https://a.example"})
     assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "https://a.example"
 
@@ -208,6 +212,8 @@ def test_a_proxys_prefix_opens_nothing(echo):
     assert response.status_code == 401 and response.json()["type"] == "error"
     response = httpx.post(f"{echo.url}/v1/messages", json={}, headers={"X-Api-Key": "k"})
     assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+    (place,) = httpx.get(f"{echo.url}/openapi.json").json()["servers"]
+    assert place["url"].startswith("/"), "where clients of the document find the routes"
 
 
 def test_operators_routes_are_closed_to_the_world():
@@ -216,6 +222,24 @@ def test_operators_routes_are_closed_to_the_world():
         for path in ("/reset_prefix_cache", "/flush_cache", "/abort_requests"):
             response = httpx.post(f"{url}{path}", json={})
             assert response.status_code == 404 and response.json()["error"]["type"] == "NotFoundError"
+
+
+def test_https_and_a_tokenizer_and_defaults_from_elsewhere(tmp_path):
+    words, model, key, certificate = (tmp_path / name for name in ("words", "model", "key.pem", "certificate.pem"))
+    shutil.copytree(TINY, words, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    model.mkdir()
+    shutil.copy(TINY / "config.json", model)
+    (model / "generation_config.json").write_text('{"top_p": 7}')  # would refuse every request
+    made = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=localhost"]
+    subprocess.run(["openssl", *made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    flags = ["--tokenizer", str(words), "--generation-config", "vllm", "--ssl-keyfile", str(key), "--ssl-certfile"]
+    with EchoProcess("--model", str(model), *flags, str(certificate), wait=False) as server:
+        url = server.first_line().split()[1]
+        trusted = ssl.create_default_context(cafile=certificate)
+        trusted.check_hostname = False
+        with httpx.Client(base_url=url, verify=trusted) as client:
+            assert url.startswith("https://")
+            assert post(client, prompt="Hello", max_tokens=9).json()["choices"][0]["text"] == "Hello"
 
 
 def test_a_unix_socket(tmp_path):

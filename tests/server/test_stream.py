@@ -10,7 +10,7 @@ from dcpjax.server.ticket import Prediction, Ticket, TicketLimits, Update
 
 FRAMES = Frames(
     event=lambda event: f"{event['text']};".encode(),
-    error=lambda error: f"error {error.status};".encode(),
+    error=lambda error, number: f"error {error.status} after {number};".encode(),
     end=b"end",
     ping={"text": "ping"},
     ping_seconds=0.05,
@@ -107,18 +107,22 @@ def test_what_comes_at_once_is_written_at_once():
 
 def test_the_engine_dies():
     bodies, aborted = stream((0, update("a")), (0.06, ApiError(500, "dead")))
-    assert [body for body in bodies if body != "ping;"] == ["begin;", "a;", "error 500;end"] and aborted
+    assert [body for body in bodies if body != "ping;"] == [
+        "begin;",
+        "a;",
+        "error 500 after 3;end",
+    ] and aborted  # and a ping
 
 
 def test_updates_before_a_death_are_sent():
     bodies, _ = stream((0, update("a")), (0, ApiError(500, "dead")))
-    assert "".join(bodies) == "begin;a;error 500;end"
+    assert "".join(bodies) == "begin;a;error 500 after 2;end"
 
 
 @pytest.mark.parametrize("error, status", [(ApiError(503, "ending"), 503), (ValueError("odd"), 500)])
 def test_an_end_that_fails(error, status):
     bodies, _ = stream((0, update("a", "stop")), answer=Texts(error))
-    assert "".join(bodies) == f"begin;a;error {status};end"
+    assert "".join(bodies) == f"begin;a;error {status} after 2;end"
 
 
 def test_a_client_that_goes():
