@@ -111,7 +111,8 @@ def measure(sizes: Sizes, say=lambda line: None) -> dict[str, Any]:
         figures |= _cpu(echo, chunks, sizes)
     say(
         f"CPU: {figures['ms_a_request']:.2f} ms a request (at most 1) + {figures['us_a_prompt_token']:.2f} us a prompt token "
-        f"(at most 1); {figures['us_a_streamed_token']:.1f} us a streamed token (at most 30)"
+        f"(at most 1): {figures['ms_a_long_request']:.2f} ms for {sizes.long} tokens (at most {1 + sizes.long / 1e3:.2f}); "
+        f"{figures['us_a_streamed_token']:.1f} us a streamed token (at most 30)"
     )
     with _process("-m", "dcpjax.serve", "--engine", "echo", "--port", "0", "--max-model-len", "1M") as echo:
         gaps = [asyncio.run(_gap(echo.port, sizes.bytes, i)) for i in range(2 * sizes.rounds + 1)]
@@ -187,6 +188,7 @@ def _cpu(echo: _Arm, chunks: int, sizes: Sizes) -> dict[str, float]:
     whole, begun = (seconds(_chat(asked, stream=True, **more), sizes.streams) for more in ({}, {"max_tokens": 1}))
     return {
         "ms_a_request": short * 1e3,
+        "ms_a_long_request": long * 1e3,
         "us_a_prompt_token": (long - short) / (sizes.long - sizes.short) * 1e6,
         "us_a_streamed_token": (whole - begun) / chunks * 1e6,
     }

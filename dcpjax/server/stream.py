@@ -104,7 +104,7 @@ class EventStream(Response):
         self._ticket = ticket
         self._answer = answer
         self._frames = frames
-        self._num_events = 0  # that were sent
+        self._num_events = 0  # so far, pings not counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The response, as ASGI has it."""
@@ -131,14 +131,18 @@ class EventStream(Response):
         ticket, answer, frames = self._ticket, self._answer, self._frames
         idle = None if frames.ping is None else frames.ping_seconds
         events = answer.begin()
+        self._num_events = len(events)
         while True:
             if events:
-                self._num_events += len(events)
                 await send({"type": "http.response.body", "body": self._written(events), "more_body": True})
             if ticket.over:
                 return
             updates = await ticket.news(idle)
-            events = [event for update in updates for event in answer.take(update)] if updates else [frames.ping]
+            if not updates:
+                events = [frames.ping]
+                continue
+            events = [event for update in updates for event in answer.take(update)]
+            self._num_events += len(events)
 
     def _written(self, events: Sequence[dict | bytes]) -> bytes:
         write = self._frames.event

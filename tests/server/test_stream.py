@@ -110,8 +110,8 @@ def test_the_engine_dies():
     assert [body for body in bodies if body != "ping;"] == [
         "begin;",
         "a;",
-        "error 500 after 3;end",
-    ] and aborted  # and a ping
+        "error 500 after 2;end",
+    ] and aborted
 
 
 def test_updates_before_a_death_are_sent():
