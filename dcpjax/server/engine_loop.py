@@ -47,9 +47,10 @@ class Observer(Protocol):
 
 
 class ReadyJob(NamedTuple):
-    """A job with what can be made of it outside the loop. keys: of its prompt's pages."""
+    """A job with what can be made of it outside the loop. prompt: its ids. keys: of its prompt's pages."""
 
     job: Job
+    prompt: list[int]
     grammar: Grammar | None
     keys: PageKeys | None
 
@@ -118,9 +119,9 @@ class EngineLoop:
         """Takes all of the jobs, or none if the engine refuses one."""
         added: list[_Live] = []
         try:
-            for index, (job, grammar, keys) in enumerate(jobs):
+            for index, (job, prompt, grammar, keys) in enumerate(jobs):
                 request = self._model.add(
-                    job.prompt,
+                    prompt,
                     job.params,
                     choice=job.choice,
                     cache_salt=job.cache_salt,

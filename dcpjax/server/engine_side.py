@@ -99,7 +99,7 @@ class EngineSide:
 
     def _ready(self, job: Job) -> ReadyJob:
         grammar = None if job.rules is None else self.rules.make(job.rules)
-        return ReadyJob(job, grammar, self.engine.page_keys(job.prompt, job.cache_salt))
+        return ReadyJob(job, job.prompt.tolist(), grammar, self.engine.page_keys(job.prompt, job.cache_salt))
 
     def _answer(self, number: int, function: Callable, arguments: tuple) -> None:
         try:

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import pickle
 import struct
+from array import array
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,10 +25,10 @@ _LENGTH = struct.Struct("<I")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One choice of one prompt. rules: what its answer must look like. cache_salt, no_store, priority: see
+    """One choice of one prompt. prompt: ids, int32, which cross several times as fast as a list of them. rules: what its answer must look like. cache_salt, no_store, priority: see
     `EngineCore.add`."""
 
-    prompt: list[int]
+    prompt: array
     params: SamplingParams
     choice: int = 0
     cache_salt: str | None = None

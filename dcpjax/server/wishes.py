@@ -1,6 +1,7 @@
 """From a request body to `SamplingParams`: defaults, limits, and what is refused rather than ignored."""
 
 import dataclasses
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -89,7 +90,8 @@ def sampling_params(
 def jobs(prompt: list[int], params: SamplingParams, body: SamplingBody, rules: RulesWish | None) -> list[Job]:
     """One for each choice. rules: of every choice by itself."""
     more = {"cache_salt": body.cache_salt, "no_store": bool(body.no_store), "priority": body.priority or 0}
-    return [Job(prompt, params, choice, rules=rules, **more) for choice in range(params.n)]
+    ids = array("i", prompt)
+    return [Job(ids, params, choice, rules=rules, **more) for choice in range(params.n)]
 
 
 def check_logprobs(wanted: int, most: int, param: str) -> None:

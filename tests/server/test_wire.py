@@ -1,6 +1,7 @@
 """Messages between the two processes: whole however they are cut, and errors that may cross."""
 
 import pickle
+from array import array
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ def test_messages_are_whole_however_they_are_cut(messages, data):
 
 def test_jobs_and_errors_arrive_as_they_left(caplog):
     rules = RulesWish(Form("guided_regex", "regex", "[a-c]+"), "</think>", [[1, 2]])
-    sent = Add(7, [Job([1, 2, 3], SamplingParams(stop="x", logit_bias={1: 2.0}), rules=rules)], True)
+    sent = Add(7, [Job(array("i", [1, 2, 3]), SamplingParams(stop="x", logit_bias={1: 2.0}), rules=rules)], True)
     assert list(Unpacker().take(pack(sent))) == [sent]
     (error,) = Unpacker().take(pack(carried(ApiError(429, "full", "n", {"Retry-After": "1"}))))
     assert (error.status, error.message, error.param, error.headers) == (429, "full", "n", {"Retry-After": "1"})
