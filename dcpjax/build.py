@@ -76,6 +76,11 @@ class EngineConfig:
                 "gpu_memory_utilization is the share of what JAX takes of a device, for weights and cache, above 0 and at most 1, "
                 f"got {self.gpu_memory_utilization!r}"
             )
+        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
+            raise ConfigError(f"kv_cache_memory_bytes must be at least 1, got {self.kv_cache_memory_bytes}")
+        for name in ("tensor_parallel_size", "decode_context_parallel_size"):
+            if (getattr(self, name) or 1) > _MOST_DEVICES:
+                raise ConfigError(f"{name} must be at most {_MOST_DEVICES:,}, got {getattr(self, name):,}")
         if self.load_format not in _LOAD_FORMATS:
             raise ConfigError(f"load_format must be one of {', '.join(_LOAD_FORMATS)}, got {self.load_format!r:.100}")
 
@@ -88,6 +93,8 @@ _NAMES = {
     "backend": "dcp_comm_backend",
 }
 _LOAD_FORMATS = ("auto", "safetensors", "dummy")
+# More than a network's widest axis could be dealt out to; an abstract mesh of millions takes minutes to make.
+_MOST_DEVICES = 4096
 # Sizes that other checks divide by.
 _AT_LEAST_ONE = ("tensor_parallel_size", "decode_context_parallel_size", "interleave", "block_size")
 

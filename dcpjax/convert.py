@@ -56,11 +56,16 @@ def convert(
         partial.mkdir(parents=True)
     except FileExistsError:
         raise ConfigError(f"{partial} exists already, from a conversion that did not end; remove it") from None
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be made: {error.strerror}; give a folder that can be written") from None
     try:
         tensors = _Tensors(checkpoint, cfg, None if quantization == "none" else quantization, _DTYPES[dtype])
         write_folder(partial, tensors.specs, tensors.fetch, file_bytes)
         _write_configs(model, partial, tensors, dtype)
         partial.rename(out)
+    except OSError as error:
+        shutil.rmtree(partial)
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}; nothing is left of it") from None
     except BaseException:
         shutil.rmtree(partial)
         raise
@@ -172,6 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DcpjaxError, OSError) as error:
         print(f"dcpjax.convert: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"dcpjax.convert: interrupted; nothing is left of {args.out}", file=sys.stderr)
+        return 130
     before, after = (sum(f.stat().st_size for f in d.glob("*.safetensors")) for d in (args.model, args.out))
     print(f"{args.out}: {after / 1e6:,.1f} MB, of {before / 1e6:,.1f} MB")
     return 0

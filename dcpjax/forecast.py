@@ -80,7 +80,10 @@ def forecast(
     per_token, page = shape.bytes_per_token(), ready.layout.page_tokens
     kinds = tuple(kind for kind in dict.fromkeys((shape.kind, *KINDS)) if _has_kind(cfg, kind))
     draft_kv = "sharded" if shape.draft_shards == plan.dcp else "replicated"
-    context = min(context or 131_072, cfg.max_position if config.max_model_len is None else config.max_model_len)
+    longest = cfg.max_position if config.max_model_len is None else config.max_model_len
+    if context is not None and context > longest:
+        raise ConfigError(f"--context {context:,} is more than the longest sequence, {longest:,} tokens: lower it")
+    context = context or min(131_072, longest)
     rows = [n for n in ROWS if n <= ready.limits.max_num_seqs] or [ready.limits.max_num_seqs]
     here = _on_these_devices(ready, config) if compiled else ready
     needed = activations(here, form_of, compiled)

@@ -1,14 +1,18 @@
 """Where a model lies: the embedded one, a folder, or a repository of the Hugging Face Hub that is fetched first."""
 
-import json
 import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
 
-from dcpjax.errors import ConfigError
+from dcpjax.errors import ConfigError, RequestError
+from dcpjax.host.request import SamplingParams
+from models.config import read_mapping
 
 TINY = pathlib.Path(__file__).resolve().parent.parent / "models" / "tiny"
+
+# Fields of a `generation_config.json` that stand in for those that a request leaves out.
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 # What an engine reads; repositories hold other forms of the same weights too.
 _WANTED = ("*.json", "*.jinja", "*.safetensors")
@@ -23,9 +27,9 @@ def find(model: str | pathlib.Path | None, fetch: Callable[..., str] | None = No
     if model is None:
         return TINY, "tiny"
     folder = pathlib.Path(model)
-    if folder.is_dir():
+    if str(model) and folder.is_dir():
         return folder, folder.resolve().name
-    if not _HUB_ID.fullmatch(str(model)):
+    if str(model).startswith((".", "/", "~")) or not _HUB_ID.fullmatch(str(model)):
         raise ConfigError(
             f"model {str(model)!r} is not a folder; give a folder with config.json and safetensors, or a Hub id owner/name"
         )
@@ -41,14 +45,21 @@ def find(model: str | pathlib.Path | None, fetch: Callable[..., str] | None = No
 
 
 def generation_defaults(folder: pathlib.Path) -> dict[str, Any]:
-    """The model's `generation_config.json`, empty if there is none. Raises `ConfigError` if it is not valid JSON."""
+    """The model's `generation_config.json`, empty if there is none. Raises `ConfigError` for what is no JSON or no default."""
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
+    return checked_defaults(read_mapping(path), str(path)) if path.is_file() else {}
+
+
+def checked_defaults(given: dict[str, Any], where: str) -> dict[str, Any]:
+    """The same mapping, its nulls left out. Raises `ConfigError` if no request could have one of its values."""
+    given = {name: value for name, value in given.items() if value is not None}
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+        SamplingParams(
+            **{name: given[name] for name in SAMPLING_DEFAULTS if name in given}, max_tokens=given.get("max_new_tokens")
+        )
+    except RequestError as error:
+        raise ConfigError(f"{where}: {str(error).replace('max_tokens', 'max_new_tokens')}") from None
+    return given
 
 
 def _snapshot_download() -> Callable[..., str]:

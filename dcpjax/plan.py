@@ -26,7 +26,7 @@ from models.quantconfig import quantization_of
 
 # Published checkpoints by name, with their quantisation.
 PUBLISHED = {"glm-5.2": None, "glm-5.2-fp8": "fp8", "glm-5.2-nvfp4": "nvfp4"}
-LENGTHS = {"128k": 1 << 17, "1M": 1 << 20}
+LENGTHS = {"128K": 1 << 17, "1M": 1 << 20}
 # An H200 has 141 GB, of which an operator gives JAX nearly all.
 _MEMORY = (
     "what JAX takes of one device (default: 134GB, an H200's with XLA_CLIENT_MEM_FRACTION=0.95; unset, it is 0.75)"
@@ -86,7 +86,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--gpu-memory", type=_large, default=_large("134GB"), metavar="134GB|80GiB", help=_MEMORY)
     add("--memory-bandwidth", type=_large, default=Chip.bandwidth, metavar="4.8TB", help="a second, of one device")
-    add("--context", type=_context, metavar="128k|1M|8192", help="tokens of a request in the step floors")
+    add("--context", type=_context, metavar="128K|1M|8192", help="tokens of a request in the step floors")
     add("--compile", action="store_true", help="let the compiler of the devices here say what a step needs")
     add("--json", type=pathlib.Path, metavar="FILE", help="all figures")
     return parser
@@ -96,7 +96,7 @@ def _amount(text: str) -> int:
     """`141GB`, `80GiB`, `4.8TB`, `128Ki`, `1000`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?)B?", text)
     if match is None or match[2] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not an amount such as 141GB, 80GiB or 1000")
+        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not an amount such as 141GB, 80GiB or 4.8TB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -104,14 +104,16 @@ def _large(text: str) -> int:
     """An amount of which a device has thousands of millions."""
     amount = _amount(text)
     if amount < 10**9:
-        raise argparse.ArgumentTypeError(f"{text[:100]!r} is {amount:,} bytes; give the unit too, as in 141GB or 4.8TB")
+        raise argparse.ArgumentTypeError(
+            f"{text[:100]!r} is {amount:,} bytes, less than any device has: give as much as 141GB or 4.8TB, with the unit"
+        )
     return amount
 
 
 def _context(text: str) -> int:
-    tokens = LENGTHS[text] if text in LENGTHS else length(text)
+    tokens = length(text)
     if not isinstance(tokens, int):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 8192, 128k or 1M")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 8192, 128K or 1M")
     return tokens
 
 
@@ -202,7 +204,8 @@ def _memory(found: Forecast, device_bytes: int, share: float) -> Iterator[str]:
     yield f"  {'left beside both':<22}{_bytes(rest):>12}   {verdict}"
     capped = ", all that --max-num-seqs of the longest sequence need" if found.kv_tokens < found.chosen.tokens else ""
     yield (
-        f"  the cache holds {found.kv_tokens:,} tokens{'' if found.refusal else capped}, {found.chosen.bytes_per_token:,.0f} "
+        f"  the cache {'would hold' if found.refusal else 'holds'} {found.chosen.tokens if found.refusal else found.kv_tokens:,} "
+        f"tokens{'' if found.refusal else capped}, {found.chosen.bytes_per_token:,.0f} "
         f"bytes a token; longest sequence {ready.limits.max_model_len:,}"
     )
 

@@ -94,6 +94,12 @@ class Checkpoint:
         }
         if any(faults.values()):
             told = "; ".join(f"{len(names)} {fault}: {_listed(names)}" for fault, names in faults.items() if names)
+            draft = f"model.layers.{cfg.num_layers}."
+            if cfg.has_mtp and not any(name.startswith(draft) for name in tensors):
+                told += (
+                    ". There is no draft layer in it: with num_nextn_predict_layers 0 in config.json, or "
+                    """--hf-overrides '{"num_nextn_predict_layers": 0}', it runs without drafts"""
+                )
             raise CheckpointError(f"the tensors in {self.folder} are not those of its config.json: {told}")
 
     @staticmethod

@@ -8,10 +8,12 @@ import dataclasses
 import itertools
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from dcpjax.errors import ConfigError
 from models.quantconfig import quantization_of
+from models.tensorfile import unique
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +209,12 @@ class _Reader:
     def number(self, key: str, default: float) -> float:
         return _number(key, self.get(key, default))
 
+    def truth(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"config.json: {key} = {value!r} must be true or false")
+        return value
+
     def mapping(self, key: str) -> dict[str, Any]:
         value = self.get(key, {})
         if not isinstance(value, dict):
@@ -219,17 +227,20 @@ class _Reader:
             raise ConfigError(f"config.json: {key} = {value!r} must be a list of words")
         return value
 
-    def ids(self, key: str) -> tuple[int, ...]:
-        value = self.get(key, ())
-        ids = (value,) if type(value) is int else value
-        if not isinstance(ids, (list, tuple)) or not all(type(v) is int for v in ids):
-            raise ConfigError(f"config.json: {key} = {value!r} must be a token id or a list of them")
-        return tuple(ids)
+
+def _ids(file: str, key: str, value: Any, vocab_size: int) -> tuple[int, ...]:
+    ids = (value,) if type(value) is int else value
+    if not isinstance(ids, (list, tuple)) or not all(type(v) is int and 0 <= v < vocab_size for v in ids):
+        raise ConfigError(
+            f"{file}: {key} = {value!r} must be a token id or a list of them, each at least 0 and below vocab_size {vocab_size}"
+        )
+    return tuple(ids)
 
 
 def _number(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
-        raise ConfigError(f"config.json: {key} = {value!r} must be a number")
+    """All of them are divisors, bases or factors, which cannot be 0 or less."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e300:
+        raise ConfigError(f"config.json: {key} = {value!r} must be a number above 0")
     return float(value)
 
 
@@ -239,11 +250,14 @@ def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> Mod
     `latent_norm_eps` is our own key (the epsilon of the two latent norms; default: `rms_norm_eps`).
     Raises `ConfigError` for a missing key, an unsupported value or an unknown key that could size an array.
     """
+    if not isinstance(overrides or {}, Mapping):
+        raise ConfigError(f"hf_overrides = {overrides!r:.200} must be a mapping of config.json's keys")
     read = _Reader({**raw, **(overrides or {})})
     quantization_of(read.raw)
+    read.need("model_type")
     for key, allowed in _FIXED.items():
         value = read.get(key, allowed[0])
-        if value not in allowed:
+        if not any(value == one and type(value) is type(one) for one in allowed):
             raise ConfigError(f"config.json: {key} = {value!r} is not supported; allowed: {list(allowed)}")
 
     num_layers = read.size("num_hidden_layers")
@@ -262,8 +276,9 @@ def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> Mod
     width = read.size("moe_intermediate_size")
     eps = read.number("rms_norm_eps", 1e-5)
     full, sparse = _full_layers(read, num_layers), _sparse_layers(read, num_layers)
+    vocab_size = read.size("vocab_size")
     config = ModelConfig(
-        vocab_size=read.size("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=read.size("hidden_size"),
         num_heads=read.size("num_attention_heads"),
         q_rank=read.size("q_lora_rank"),
@@ -276,7 +291,7 @@ def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> Mod
         norm_eps=eps,
         latent_norm_eps=read.number("latent_norm_eps", eps),
         max_position=read.size("max_position_embeddings"),
-        eos_token_ids=read.ids("eos_token_id"),
+        eos_token_ids=_ids("config.json", "eos_token_id", read.get("eos_token_id", ()), vocab_size),
         pad_token_id=read.size("pad_token_id", 0, least=0),
         layers=tuple(LayerKind(full=f, sparse=s) for f, s in zip(full, sparse)),
         indexer=IndexerConfig(
@@ -291,11 +306,11 @@ def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> Mod
             shared_width=width * read.size("n_shared_experts", 1),
             num_groups=num_groups,
             groups_per_token=read.size("topk_group", 1),
-            norm_topk=bool(read.get("norm_topk_prob", True)),
+            norm_topk=read.truth("norm_topk_prob", True),
             scale=read.number("routed_scaling_factor", 1.0),
         ),
         has_mtp=read.get("num_nextn_predict_layers", 0) == 1,
-        share_selection=bool(read.get("index_share_for_mtp_iteration", False)),
+        share_selection=read.truth("index_share_for_mtp_iteration", False),
     )
     _refuse_unknown(read, overrides or {})
     _check(config)
@@ -373,9 +388,10 @@ def read_config(folder: str | pathlib.Path, overrides: dict[str, Any] | None = N
     raw = read_raw(folder)
     generation = folder / "generation_config.json"
     if generation.is_file():
-        eos = _read_mapping(generation).get("eos_token_id")
+        eos = read_mapping(generation).get("eos_token_id")
         if eos is not None:
-            raw["eos_token_id"] = eos
+            size = _Reader({**raw, **(overrides or {})}).size("vocab_size")
+            raw["eos_token_id"] = list(_ids("generation_config.json", "eos_token_id", eos, size))
     return from_hf(raw, overrides)
 
 
@@ -384,14 +400,17 @@ def read_raw(where: pathlib.Path) -> dict[str, Any]:
     path = where / "config.json" if where.is_dir() else where
     if not path.is_file():
         raise ConfigError(f"{where} has no config.json; give a folder with a glm_moe_dsa checkpoint")
-    return _read_mapping(path)
+    return read_mapping(path)
 
 
-def _read_mapping(path: pathlib.Path) -> dict[str, Any]:
+def read_mapping(path: pathlib.Path) -> dict[str, Any]:
+    """The mapping in a JSON file, its keys unique. Raises `ConfigError`."""
     try:
-        raw = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+        raw = json.loads(path.read_bytes(), object_pairs_hook=unique)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {str(error) or type(error).__name__}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold a mapping, not a {type(raw).__name__}")
     return raw

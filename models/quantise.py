@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from dcpjax.errors import CheckpointError
-from models.stored import FP8, NVFP4, Parts
+from models.stored import FP8, NVFP4, Format, Parts
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _LARGEST_E4M3, _LARGEST_E2M1 = 448.0, 6.0
@@ -29,7 +29,7 @@ def rows_of(tensors: Mapping[str, np.ndarray], parts: Parts, rows: slice) -> np.
         return values.astype(np.float32)
     height, width = parts.form.block
     first, last = rows.start // height, -(-rows.stop // height)
-    scales = checked(parts.scales, tensors[parts.scales][first:last]).astype(np.float32)
+    scales = checked(parts.scales, tensors[parts.scales][first:last], parts.form).astype(np.float32)
     scales = scales.repeat(height, axis=0)[rows.start - first * height :][: len(values)]
     if parts.form is FP8:
         return _OF_E4M3[values.view(np.uint8)] * scales.repeat(width, axis=1)[:, : values.shape[1]]
@@ -40,19 +40,28 @@ def rows_of(tensors: Mapping[str, np.ndarray], parts: Parts, rows: slice) -> np.
 def factor_of(tensors: Mapping[str, np.ndarray], parts: Parts) -> np.float32:
     """What multiplies all of an NVFP4 matrix, a float32 scalar. Raises `CheckpointError` if it is 0 or no finite
     number."""
-    factor = checked(parts.factor, tensors[parts.factor]).astype(np.float32).reshape(())
+    factor = checked(parts.factor, tensors[parts.factor], parts.form).astype(np.float32).reshape(())
     if factor == 0:
         raise CheckpointError(f"{parts.factor} is 0, which cannot be a scale; the checkpoint is damaged")
-    return np.float32(1 / factor if parts.divides else factor)
+    with np.errstate(over="ignore"):
+        made = np.float32(1 / factor if parts.divides else factor)
+    checked(parts.factor, made, parts.form)
+    return made
 
 
-def checked(name: str, scales: np.ndarray) -> np.ndarray:
-    """The same scales `[…]`, of any float dtype. Raises `CheckpointError` if one is no finite number."""
-    # e4m3 has one NaN of each sign and no infinity.
-    good = scales.view(np.uint8) & 127 != 127 if scales.dtype == _E4M3 else np.isfinite(scales.astype(np.float32))
+def checked(name: str, scales: np.ndarray, form: Format) -> np.ndarray:
+    """The same scales `[…]`, of any float dtype. Raises `CheckpointError` if one is negative, or so large that the largest
+    numbers of the format times it are infinite."""
+    if scales.dtype == _E4M3:
+        codes = scales.view(np.uint8)
+        good = codes <= 126  # 127 is NaN, what follows is negative: −0 too
+    else:
+        largest = _LARGEST_E4M3 if form is FP8 else _LARGEST_E2M1 * _LARGEST_E4M3
+        wide = scales.astype(np.float32)
+        good = (wide >= 0) & (wide <= np.finfo(np.float32).max / largest)
     if not good.all():
         raise CheckpointError(
-            f"{name} holds scales that are NaN or infinite; the checkpoint is damaged, fetch it again"
+            f"{name} holds scales that are NaN, infinite, negative or too large; the checkpoint is damaged, fetch it again"
         )
     return scales
 

@@ -57,7 +57,7 @@ def open_file(path: pathlib.Path) -> TensorFile:
             size = file.seek(0, 2)
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}; fetch it again") from None
     data = np.frombuffer(mapping, np.uint8)[:size]
     body, header = _header(path, data)
     tensors, end = {}, 0
@@ -102,7 +102,7 @@ def _entry(path: pathlib.Path, name: str, entry: Any) -> tuple[np.dtype, tuple[i
 def read_json(text: bytes, what: str) -> dict[str, Any]:
     """A JSON object whose keys are unique. Raises `CheckpointError`, which begins with `what`."""
     try:
-        raw = json.loads(text, object_pairs_hook=_unique)
+        raw = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} cannot be parsed ({str(error) or type(error).__name__})") from None
     if not isinstance(raw, dict):
@@ -110,7 +110,8 @@ def read_json(text: bytes, what: str) -> dict[str, Any]:
     return raw
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`pairs` as a mapping; JSON lets a key stand twice, and readers differ in which one counts. Raises `ValueError`."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -194,7 +194,7 @@ class _Loader:
             here = np.arange(span.start, max(span.start, min(span.stop, -(-size // mine))))
             at.append(here * mine // theirs)
         scales = self.checkpoint.parts(w, name).scales
-        return checked(scales, self.checkpoint.tensors[scales][np.ix_(*at)])
+        return checked(scales, self.checkpoint.tensors[scales][np.ix_(*at)], form)
 
     def _factor(self, w: Weight, name: str) -> np.ndarray:
         return np.asarray(factor_of(self.checkpoint.tensors, self.checkpoint.parts(w, name)))

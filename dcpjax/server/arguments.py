@@ -15,6 +15,7 @@ from typing import Any
 
 from dcpjax.errors import ConfigError
 from dcpjax.host.keys import hash_named
+from dcpjax.hub import checked_defaults
 from dcpjax.server import spelling
 from dcpjax.server.flags import JSON_FLAGS, WITHOUT_MEANING, Parser, json_object, make_parser
 from dcpjax.server.lifetime import Listen
@@ -62,7 +63,7 @@ def _read(parser: Parser, argv: list[str]) -> argparse.Namespace:
     below.model = below.positional_model = None
     json_values = {flag: getattr(below, flag[2:].replace("-", "_")) for flag in JSON_FLAGS}
     given = _words(parser, spelling.fold_dotted(argv, json_values), below)
-    if not (given.model or given.positional_model):
+    if given.model is None and given.positional_model is None:
         given.model = model
     return given
 
@@ -131,7 +132,7 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
         served_names=tuple(given.served_model_name or ()),
         api_keys=tuple(given.api_key or api_keys),
         sampling_defaults=_generation_defaults(given.generation_config),
-        sampling_overrides=given.override_generation_config,
+        sampling_overrides=checked_defaults(given.override_generation_config, "--override-generation-config"),
         max_logprobs=given.max_logprobs,
         template_defaults=given.default_chat_template_kwargs,
         trust_templates=given.trust_request_chat_template,
@@ -182,7 +183,9 @@ def _settings(given: argparse.Namespace, api_keys: tuple[str, ...], draft_kv: st
 
 def _model(given: argparse.Namespace) -> str | None:
     """The folder or the Hub id, with its revision. Raises `ConfigError` for a revision of anything else."""
-    model = given.model or given.positional_model
+    model = given.positional_model if given.model is None else given.model
+    if model == "":
+        raise ConfigError("--model is empty; give a folder or a Hub id, or leave it out for the tiny model")
     if given.revision is None:
         return model
     if model is None or "@" in model or pathlib.Path(model).exists():
@@ -296,6 +299,6 @@ def _generation_defaults(given: str) -> dict[str, Any] | None:
     path = pathlib.Path(given)
     path = path / "generation_config.json" if path.is_dir() else path
     try:
-        return json_object(path.read_text(encoding="utf-8"))
+        return checked_defaults(json_object(path.read_text(encoding="utf-8")), str(path))
     except (OSError, argparse.ArgumentTypeError):
         raise ConfigError(f"--generation-config {given[:200]!r}: use auto, vllm, or a folder with that file") from None

@@ -20,6 +20,7 @@ from dcpjax.host.keys import hash_named
 from dcpjax.host.plan import RowLogprobs, StepPlan, StepResult
 from dcpjax.host.report import DeviceState
 from dcpjax.host.request import Request, SamplingParams
+from dcpjax.hub import generation_defaults
 from dcpjax.text import TextStream, Tokenizer
 
 TINY = pathlib.Path(__file__).resolve().parent.parent.parent / "models" / "tiny"
@@ -188,7 +189,7 @@ class EchoLLM:
         self.name = "tiny" if given is None else folder.resolve().name
         self.tokenizer = Tokenizer.load(arguments["tokenizer"] or folder, arguments["chat_template"])
         self.config = EchoConfig(config["vocab_size"])
-        self.generation_defaults = _read(folder / "generation_config.json")
+        self.generation_defaults = generation_defaults(folder)
         block, rows = arguments["block_size"], arguments["max_num_seqs"] or 128
         length = arguments["max_model_len"] or config["max_position_embeddings"]
         drafts = (arguments["speculative_config"] or {"num_speculative_tokens": 0}).get("num_speculative_tokens", 1)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from dcpjax.host.request import SamplingParams
+from dcpjax.hub import SAMPLING_DEFAULTS
 from dcpjax.server.errors import ApiError
 from dcpjax.server.protocol import SamplingBody
 from dcpjax.server.rules import RulesWish
@@ -14,7 +15,6 @@ from dcpjax.server.ticket import Prediction
 from dcpjax.server.wire import Job
 
 # Fields of generation_config.json that stand in for fields a request leaves out.
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 # Sampling fields that have the same name and meaning in the body and in `SamplingParams`.
 _SAME = (

@@ -54,6 +54,12 @@ def test_a_bar_on_a_terminal(caplog):
 def test_models_of_every_place(tmp_path):
     assert hub.find(None) == (hub.TINY, "tiny")
     assert hub.find(tmp_path) == (tmp_path, tmp_path.name)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.7, "top_p": null, "transformers_version": "5"}')
+    assert hub.generation_defaults(tmp_path) == {"temperature": 0.7, "transformers_version": "5"}
+    for text in ('{"temperature": "hot"}', '{"temperature": NaN}', '{"top_p": 5}', '{"max_new_tokens": 0}', "[]"):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"generation_config\.json"):
+            hub.generation_defaults(tmp_path)
     asked = []
 
     def fetch(name, **more):

@@ -163,12 +163,26 @@ def test_unknown_override_is_refused_whatever_its_value(raw):
         from_hf(raw, {"commnet": "a slip"})
 
 
+def test_ends_are_in_the_vocabulary(tmp_path, raw):
+    """Else a text has none; the message names the file that says so."""
+    size = raw["vocab_size"]
+    for ids in (-1, size, [0, size]):
+        with pytest.raises(ConfigError, match=r"^config\.json: eos_token_id"):
+            from_hf({**raw, "eos_token_id": ids})
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    for ids in ("x", [size]):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        with pytest.raises(ConfigError, match=r"^generation_config\.json: eos_token_id"):
+            read_config(tmp_path)
+
+
 def test_unreadable_folder(tmp_path):
     with pytest.raises(ConfigError, match=r"no config\.json"):
         read_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not valid JSON"):
-        read_config(tmp_path)
+    for text in ("{", '{"a": 1, "a": 2}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match="not valid JSON"):
+            read_config(tmp_path)
 
 
 ODD = (None, "x", -1, 0, 1.5, True, [], {}, [1], ["a", None], {"a": 1}, 10**400, float("nan"), [[]], "FFF", [True])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from dcpjax.errors import CheckpointError
-from models.quantise import checked, rows_of, to_fp8, to_nvfp4
+from models.quantise import checked, factor_of, rows_of, to_fp8, to_nvfp4
 from models.stored import FP8, NVFP4, Parts
 
 FP8_PARTS, NVFP4_PARTS = Parts(FP8, "v", "s"), Parts(NVFP4, "v", "s", "f")
@@ -76,14 +76,23 @@ def test_a_factor_may_divide():
         wide(parts, (packed, scales, np.float32(0)), slice(0, 8))
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf, -0.5, 3e38])
 def test_scales_must_be_numbers(value):
     for dtype in (np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn):
-        scales = np.ones((2, 3), dtype)
-        assert checked("x", scales) is scales
+        scales = np.zeros((2, 3), dtype)
+        assert checked("x", scales, FP8) is scales
+        if dtype == ml_dtypes.float8_e4m3fn and value == 3e38:
+            continue  # its largest is 448
         scales[1, 2] = value
-        with pytest.raises(CheckpointError, match="^x holds scales that are NaN or infinite"):
-            checked("x", scales)
+        with pytest.raises(CheckpointError, match="^x holds scales that are NaN, infinite, negative or too large"):
+            checked("x", scales, FP8)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_factor_that_divides_must_not_be_next_to_nothing():
+    parts = Parts(NVFP4, "v", "s", "f", divides=True)
+    with pytest.raises(CheckpointError, match="^f holds scales that are .* too large"):
+        factor_of({"f": np.float32(1e-45)}, parts)
 
 
 def test_nvfp4_needs_whole_groups():

@@ -100,7 +100,7 @@ def test_the_cpu_is_planned_as_it_is_used(tmp_path):
     """Nothing of a device is asked for: the plan of a GPU is made on this machine, whose platform is another one."""
     found = forecast(Subject(SHORT), EngineConfig(tensor_parallel_size=8), 141 * GB)
     assert found.ready.net.plan.platform == "cuda" and found.ready.limits.max_num_seqs == 128
-    assert jax.default_backend() == "cpu" and found.ready.net.options.kernels.sparse_mla == "mosaic"
+    assert jax.default_backend() == "cpu" and found.ready.net.options.kernels.sparse_mla == "triton"
 
 
 def test_what_does_not_fit_is_printed_too(tmp_path, capsys):
@@ -162,9 +162,15 @@ def test_changes_with_which_it_fits(config, words, change):
         (["--max-model-len", "2M", "--model", "glm-5.2-fp8", "--tp", "8"], "must be between 2"),
         (["--json", "/no/such/folder/plan.json"], "cannot be written"),
         (["--json", "/"], "cannot be written: give a file"),
-        (["--gpu-memory", "141"], "'141' is 141 bytes; give the unit too"),
-        (["--memory-bandwidth", "0"], "give the unit too"),
-        (["--context", "auto"], "is not a number of tokens such as 8192, 128k or 1M"),
+        (["--gpu-memory", "141"], "'141' is 141 bytes, less than any device has"),
+        (["--memory-bandwidth", "0"], "with the unit"),
+        (["--context", "auto"], "is not a number of tokens such as 8192, 128K or 1M"),
+        (
+            ["--context", "2M", "--model", "glm-5.2-fp8", "--tp", "8"],
+            "--context 2,097,152 is more than the longest sequence",
+        ),
+        (["--tp", "999999999"], "tensor_parallel_size must be at most 4,096"),
+        (["--model", ""], "--model is empty"),
         (["--tp", "99999999999999999999"], "tensor_parallel_size must be below"),
         (["--max-num-batched-tokens", "10000000000000"], "max_num_batched_tokens must be below"),
         (["--max-num-batched-tokens", "2000000000"], "is more than 128 rows (max_num_seqs) of 4,096 tokens"),
