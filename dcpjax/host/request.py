@@ -112,7 +112,7 @@ class SamplingParams:
 
     def __getstate__(self) -> dict[str, object]:
         """What is not as it is by default: it crosses between processes with every request."""
-        return {name: value for name, value in vars(self).items() if value != _DEFAULTS[name]}
+        return {name: value for name, value in vars(self).items() if value is not _DEFAULTS[name]}
 
     @property
     def greedy(self) -> bool:

@@ -81,6 +81,7 @@ def serve(
             http=Connection,
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # nobody asks where a request came from
             lifespan="off",
             log_level=listen.log_level,
             timeout_keep_alive=75,

@@ -23,8 +23,7 @@ log = logging.getLogger("dcpjax.server")
 _LENGTH = struct.Struct("<I")
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One choice of one prompt. prompt: ids, int32, which cross several times as fast as a list of them. rules: what its answer must look like. cache_salt, no_store, priority: see
     `EngineCore.add`."""
 
