@@ -61,8 +61,13 @@ class EchoRunner:
         """The whole step; tokens and counts as `StepResult` has them: int32 `[rows, 1 + drafts]` and `[rows]`."""
         width = self.num_drafts + 1
         said: list[list[int]] = []
+        wanted, prompts = False, {}  # logprobs of the answers; of which rows' prompts
         for planned in plan.rows:
             request = planned.request
+            wanted = wanted or request.params.logprobs is not None
+            if planned.tokens is not None and request.params.prompt_logprobs is not None:
+                following = np.array([[*planned.tokens[1:], planned.next_token]])
+                prompts[len(said)] = _logprobs(following, self._vocab_size)
             if planned.new:
                 self._rows[planned.row] = _Row(
                     self._script.answer(request.prompt, request.limit), request.num_tokens, len(request.output)
@@ -75,12 +80,6 @@ class EchoRunner:
             said.append(new)
         tokens = np.array([new + [-1] * (width - len(new)) for new in said], np.int32)
         accepted = np.array([len(new) for new in said], np.int32)
-        wanted = any(planned.request.params.logprobs is not None for planned in plan.rows)
-        prompts = {
-            i: _logprobs(np.array([[*planned.tokens[1:], planned.next_token]]), self._vocab_size)
-            for i, planned in enumerate(plan.rows)
-            if planned.tokens is not None and planned.request.params.prompt_logprobs is not None
-        }
         logprobs = _logprobs(tokens, self._vocab_size) if wanted else None
         return _Done(StepResult(tokens, accepted, logprobs, prompts=prompts or None))
 
@@ -136,7 +135,9 @@ class Script:
 
     def tokens(self, row: _Row, request: Request, count: int, vocab_size: int) -> list[int]:
         """The next tokens, at most `count`: those of the script; where a grammar forbids one, another that ends the run."""
-        wanted = [self._token(row, request, row.said + i) for i in range(count)]
+        wanted = row.script[row.said : row.said + count]
+        if len(wanted) < count:
+            wanted += [self._token(row, request, row.said + i) for i in range(len(wanted), count)]
         if request.grammar is None:
             return wanted
         allowed = np.full((count, -(-vocab_size // 32)), 2**32 - 1, np.uint32)
