@@ -66,6 +66,7 @@ class ChatTemplate:
         env.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
             self._template = env.from_string(source)
+            self._template.globals = dict(self._template.globals)  # every rendering copies them, and they are a chain
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template cannot be read: {error}; give another with --chat-template") from None
         self._source = source
