@@ -21,6 +21,10 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("`Ready:` once; 503 before", "lifetime::test_not_ready_while_loading_and_a_signal_ends_that"),
         Row("`--engine echo`", "clients::test_a_tool_loop_of_three_turns"),
         Row("`--uds`", "limits::test_a_unix_socket"),
+        Row(
+            "HTTPS, `--tokenizer`, `--generation-config vllm`",
+            "limits::test_https_and_a_tokenizer_and_defaults_from_elsewhere",
+        ),
         Row("`make serve`: tiny model, dcp 4, drafts", "tiny::test_drafts_and_the_prefix_cache_are_at_work"),
     ),
     "Routes": (
@@ -127,6 +131,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("a client that leaves", "lifetime::test_a_client_that_goes_away_stops_its_requests"),
         Row("a signal drains", "lifetime::test_a_signal_drains_and_ends_with_0"),
         Row("a second one ends at once", "lifetime::test_a_second_signal_ends_at_once"),
+        Row("either process may be killed", "lifetime::test_the_engines_process_may_be_killed"),
         Row(
             "what is not done in time is aborted",
             "lifetime::test_what_is_not_done_when_the_time_is_up_is_aborted_with_a_last_chunk",
