@@ -58,7 +58,9 @@ def checked_defaults(given: dict[str, Any], where: str) -> dict[str, Any]:
             **{name: given[name] for name in SAMPLING_DEFAULTS if name in given}, max_tokens=given.get("max_new_tokens")
         )
     except RequestError as error:
-        raise ConfigError(f"{where}: {str(error).replace('max_tokens', 'max_new_tokens')}") from None
+        raise ConfigError(
+            f"{where}: {str(error).replace('max_tokens', 'max_new_tokens')}; correct it or leave it out"
+        ) from None
     return given
 
 

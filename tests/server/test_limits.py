@@ -229,7 +229,7 @@ def test_https_and_a_tokenizer_and_defaults_from_elsewhere(tmp_path):
     shutil.copytree(TINY, words, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     model.mkdir()
     shutil.copy(TINY / "config.json", model)
-    (model / "generation_config.json").write_text('{"top_p": 7}')  # would refuse every request
+    (model / "generation_config.json").write_text('{"max_new_tokens": 1}')
     made = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=localhost"]
     subprocess.run(["openssl", *made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
     flags = ["--tokenizer", str(words), "--generation-config", "vllm", "--ssl-keyfile", str(key), "--ssl-certfile"]
@@ -239,7 +239,7 @@ def test_https_and_a_tokenizer_and_defaults_from_elsewhere(tmp_path):
         trusted.check_hostname = False
         with httpx.Client(base_url=url, verify=trusted) as client:
             assert url.startswith("https://")
-            assert post(client, prompt="Hello", max_tokens=9).json()["choices"][0]["text"] == "Hello"
+            assert post(client, prompt="Hello there").json()["choices"][0]["text"] == "Hello there"
 
 
 def test_a_unix_socket(tmp_path):
