@@ -1,59 +1,66 @@
-"""The best k columns of each row by radix selection: Triton kernels.
+"""The best k of each row: Triton kernels.
 
-A pass counts one digit of the scores' bits among those that share the digits found so far, chunk by chunk, without
-atomics. The next pass finds from the counts which digit the k-th best has. When all digits are known, so is for every
-chunk how many columns before it are in, and the columns are written in order.
+Of a long row a sample is looked at first. A score that a little more than k of the row should reach, going by the sample, is
+its pivot; one pass counts what is above it, a second lists that, in order, and the best k of the list are the row's. Where
+the sample misled, the last step takes the whole row in place of the list: slower, and the same set. It needs only that last
+step where a program holds the row.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-_SIGN = -(2**31)
-_MINUS_INF_KEY = 0x007FFFFF  # of −inf, after the map to an unsigned order
+# Stands for "no slot" in a selection: larger than any slot, so it sorts last. Masked before any gather.
+NO_SLOT = 2**30
+
+_LOWEST = -(2**31)  # the key of what is not there; below that of every score
+_LARGEST = 2**31 - 1
+_MINUS_INF, _INF = -0x7F800001, 0x7F800000  # keys
+_NOWHERE = 2**30  # a place that is not stored to; past the end, or the interpreter would write back what was there
 
 
 @dataclasses.dataclass(frozen=True)
 class TopkConfig:
-    """chunk: columns a program, at most 255 times `lanes`, which are taken at once; powers of two.
+    """room: scores that one program holds; a row that fits needs no sample. sample: scores that are looked at first.
+    chunk: columns a program of a pass, in steps of `lanes`, at most 255. All powers of two.
 
-    digits: bits of each pass, from the highest, 3 to 6 each and 32 together.
+    warps: of programs of a pass; warps_held: of those that hold a row.
     """
 
+    room: int = 8192
+    sample: int = 4096
     chunk: int = 4096
-    lanes: int = 512
-    digits: tuple[int, ...] = (6, 6, 5, 5, 5, 5)
+    lanes: int = 1024
     warps: int = 4
+    warps_held: int = 16
 
     def __post_init__(self):
-        if sum(self.digits) != 32 or min(self.digits) < 3:
-            raise ValueError(f"digits {self.digits} must be at least 3 bits each and 32 in all")
-        if not self.lanes <= self.chunk <= min(255 * self.lanes, 2**15) or self.chunk % self.lanes:
-            raise ValueError(
-                f"chunk {self.chunk} must be a multiple of lanes {self.lanes}, at most 255 of them, ≤ 32768"
-            )
+        sizes = (self.room, self.sample, self.chunk, self.lanes)
+        if any(size < 1 or size & (size - 1) for size in sizes):
+            raise ValueError(f"room, sample, chunk and lanes {sizes} must be powers of two")
+        if not self.lanes <= self.chunk <= 255 * self.lanes:
+            raise ValueError(f"chunk {self.chunk} must be 1 to 255 times lanes {self.lanes}")
 
     @classmethod
     def choose(cls, rows: int, columns: int) -> "TopkConfig":
         """For `rows` rows of `columns`: as large chunks as leave every multiprocessor a few programs."""
-        chunk = 2**14 if rows * columns >= 2**24 else 2**13
-        while chunk > 1024 and rows * pl.cdiv(columns, chunk) < 128:
+        chunk = 2**14
+        while chunk > 1024 and rows * pl.cdiv(columns, chunk) < 256:
             chunk //= 2
-        # Measured: more lanes want smaller tables of counts, hence more passes.
-        if chunk >= 2**13:
-            return cls(chunk, 1024, (5, 5, 5, 5, 4, 4, 4), 4 if rows >= 64 else 8)
-        return cls(chunk)
+        return cls(sample=8192 if columns > 2**18 else 4096, chunk=chunk)
 
 
 def select_triton(
-    score: jax.Array, k: int, config: TopkConfig | None = None, interpret: bool = False
+    score: jax.Array, slot: jax.Array, k: int, config: TopkConfig | None = None, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Columns `[T, k]` int32 of the best `k` of `score [T, C]` float32, ascending, and their number `[T]` int32.
+    """The best `k` of `score [T, C]` float32: scores `[T, k]` and slots `[T, k]` int32; −inf and `NO_SLOT` fill the rest.
 
-    Among equals (−0.0 and 0.0 too) the lower column is better. −inf is never in; entries past the number are undefined.
+    `slot` int32 is `[C]`, ascending, or `[T, C]`, each row's own and all different; what has `NO_SLOT` there is not seen.
+    They come in the order of the columns. Among equals (−0.0 and 0.0 too) the lower slot is better. −inf is never in.
     Raises `ValueError` for k above C.
     """
     rows, columns = score.shape
@@ -61,152 +68,271 @@ def select_triton(
         raise ValueError(f"k {k} must be at most the columns, {columns}")
     if config is None:
         config = TopkConfig.choose(rows, columns)
+    lists = ()
+    if slot.ndim == 1 and columns > config.room:
+        lists = _list(score, k, config, interpret)
+    held = min(pl.next_power_of_2(columns), config.room)
+    return _call(
+        _finish,
+        (1, rows),
+        [((k,), jnp.float32), ((k,), jnp.int32)],
+        [score, slot, *lists],
+        config.warps_held,
+        interpret,
+        shared=1 if slot.ndim == 1 else None,
+        k=k,
+        held=held,
+        own=slot.ndim > 1,
+    )
+
+
+def _list(score, k, config, interpret):
+    """Scores and columns `[T, room]` of those that are above a pivot, in order, and their number `[T, 1]`: −1 if too many."""
+    rows, columns = score.shape
+    mean = k * config.sample / columns
+    # Five standard deviations above what is expected: that fewer than k columns are above it happens once in a million.
+    rank = min(math.ceil(mean + 5 * math.sqrt(mean)) + 2, config.sample)
+    (pivot,) = _call(
+        _pivot,
+        (1, rows),
+        [((1,), jnp.float32)],
+        [score],
+        config.warps_held,
+        interpret,
+        rank=rank,
+        sample=config.sample,
+    )
     # A program looks at all chunks at once, and the backend's arrays are powers of two.
-    chunks = pl.next_power_of_2(pl.cdiv(columns, config.chunk))
-
-    def call(body, outputs, *args, **static):
-        def kernel(*refs):
-            body(*refs, k=k, config=config, **static)
-
-        def row(shape):
-            return pl.BlockSpec((None, *shape), lambda j, t: (t, *(0,) * len(shape)))
-
-        return pl.pallas_call(
-            kernel,
-            grid=(chunks, rows),
-            in_specs=[row(x.shape[1:]) for x in args],
-            out_specs=[row(shape) for shape in outputs],
-            out_shape=[jax.ShapeDtypeStruct((rows, *s), jnp.int32) for s in outputs],
-            compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=2),
-            interpret=interpret,
-            name=f"topk_{body.__name__.strip('_')}",
-        )(*args)
-
-    shift, counts, found, before = 32, None, None, None
-    for i, bits in enumerate(config.digits):
-        shift -= bits
-        outputs = [(chunks, 1 << bits), (2,), (chunks,)]
-        if i == 0:
-            counts, found, before = call(_first, outputs, score, shift=shift, bits=bits)
-        else:
-            last = config.digits[i - 1]
-            counts, found, before = call(
-                _pass, outputs, score, counts, found, before, shift=shift, bits=bits, last=last
-            )
-    outputs = [(k + config.lanes,), (1,)]
-    column, count = call(_compact, outputs, score, counts, found, before, last=config.digits[-1])
-    return column[:, :k], count[:, 0]
+    grid = (pl.next_power_of_2(pl.cdiv(columns, config.chunk)), rows)
+    options = {"config": config, "k": k}
+    counts = _call(_count, grid, [((grid[0],), jnp.int32)] * 3, [score, pivot], config.warps, interpret, config=config)
+    return _call(
+        _gather,
+        grid,
+        [((config.room,), jnp.float32), ((config.room,), jnp.int32), ((1,), jnp.int32)],
+        [score, pivot, *counts],
+        config.warps,
+        interpret,
+        **options,
+    )
 
 
-def _keys(x_ref, column, lane):
-    """Bits of `lanes` scores from `column`, whose unsigned order is the scores' order, and which of them exist."""
-    inside = column + lane < x_ref.shape[0]
-    x = plt.load(x_ref.at[pl.ds(column, lane.shape[0])], mask=inside, other=-jnp.inf)
-    x = jnp.where(x == 0.0, 0.0, x)
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, ~bits, bits ^ jnp.int32(_SIGN)), inside
+def _call(body, grid, outputs, args, warps, interpret, shared=None, **static):
+    """Programs (chunk, row) of `body`, which get their row of every argument but the one that is `shared`."""
+
+    def kernel(*refs):
+        body(*refs, **static)
+
+    def row(shape):
+        return pl.BlockSpec((None, *shape), lambda j, t: (t, *(0,) * len(shape)))
+
+    def spec(i, x):
+        return pl.BlockSpec(x.shape, lambda j, t: (0,) * x.ndim) if i == shared else row(x.shape[1:])
+
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[spec(i, x) for i, x in enumerate(args)],
+        out_specs=[row(shape) for shape, _ in outputs],
+        out_shape=[jax.ShapeDtypeStruct((grid[1], *shape), dtype) for shape, dtype in outputs],
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=2),
+        interpret=interpret,
+        name=f"topk_{body.__name__.strip('_')}",
+    )(*args)
 
 
-def _right(x, n):
-    """Unsigned shift by a static number of bits, 32 included."""
-    return jnp.zeros_like(x) if n == 32 else jax.lax.shift_right_logical(x, jnp.full_like(x, n))
+def _scores(x_ref, column):
+    """Scores of those columns, −inf past the last."""
+    return plt.load(x_ref.at[column], mask=column < x_ref.shape[0], other=-jnp.inf)
 
 
-def _count(x_ref, counts_ref, prefix, shift, bits, config):
-    """Counts `[2**bits]` of a digit in this program's chunk, among the keys that begin with `prefix`.
+def _keys(x):
+    """Scores as integers in their order; `_LOWEST` for −inf."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.int32)
+    return jnp.where(x > -jnp.inf, jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), _LOWEST)
 
-    Every lane counts in fields of 8 bits, four to a word: bin `field · words + word`.
-    """
-    words = (1 << bits) // 4
+
+def _score(key):
+    """The score of a key."""
+    return jax.lax.bitcast_convert_type(jnp.where(key < 0, key ^ 0x7FFFFFFF, key), jnp.float32)
+
+
+def _bisect(count, low, high, least, most, slack=0):
+    """Halves `low … high` until at least `least` keys are `≥ low` and fewer are `≥ high`, and these are neighbours or
+    between `least` and `least + slack` are `≥ low`. `most` are `≥ low` at first, none `≥ high`.
+
+    Returns low and how many are `≥ low` and `≥ high`."""
+
+    def open_(state):
+        low, high, n_low, _ = state
+        return (n_low > least + slack) & (high - low != 1)
+
+    def halve(state):
+        low, high, n_low, n_high = state
+        # Half of the difference taken without sign, for it may not fit.
+        middle = low + jax.lax.shift_right_logical(high - low, jnp.int32(1))
+        n = count(middle)
+        enough = n >= least
+        return (
+            jnp.where(enough, middle, low),
+            jnp.where(enough, high, middle),
+            jnp.where(enough, n, n_low),
+            jnp.where(enough, n_high, n),
+        )
+
+    low, _, n_low, n_high = jax.lax.while_loop(open_, halve, (low, high, most, jnp.int32(0)))
+    return low, n_low, n_high
+
+
+def _total(x):
+    return jnp.sum(x.astype(jnp.int32))
+
+
+def _range(key):
+    """The least key that is there, one more than the largest, and how many are there."""
+    low = jnp.min(jnp.where(key == _LOWEST, _LARGEST, key))
+    return low, jnp.minimum(jnp.max(key), _INF) + 1, _total(key != _LOWEST)
+
+
+def _pivot(x_ref, pivot_ref, *, rank, sample):
+    """A score that `rank` of the sample reach, or a few more; −inf if fewer are there."""
+    stride = max(x_ref.shape[0] // sample, 1)
+    key = _keys(_scores(x_ref, jnp.arange(sample, dtype=jnp.int32) * stride))
+    low, high, there = _range(key)
+    low, _, _ = _bisect(lambda t: _total(key >= t), low, high, jnp.int32(rank), there, max(1, rank // 32))
+    pivot_ref[0] = jnp.where(there > rank, _score(low), -jnp.inf)
+
+
+def _count(x_ref, pivot_ref, above_ref, equal_ref, there_ref, *, config):
+    """How many columns of each chunk are above the pivot, equal to it, there at all."""
     j = pl.program_id(0)
+    pivot = pivot_ref[0]
     lane = jnp.arange(config.lanes, dtype=jnp.int32)
 
-    def some(i, acc):
-        key, inside = _keys(x_ref, j * config.chunk + i * config.lanes, lane)
-        if prefix is not None:
-            inside &= _right(key, shift + bits) == prefix
-        digit = _right(key, shift) & ((1 << bits) - 1)
-        one = jnp.where(inside, 1 << ((digit >> (bits - 2)) * 8), 0)
-        word = digit & (words - 1)
-        return tuple(a + jnp.where(word == w, one, 0) for w, a in enumerate(acc))
+    def some(i, carry):
+        x = _scores(x_ref, j * config.chunk + i * config.lanes + lane)
+        there = x > -jnp.inf
+        found = x > pivot, there & (x == pivot), there
+        return tuple(n + one.astype(jnp.int32) for n, one in zip(carry, found, strict=True))
 
-    acc = (jnp.zeros(config.lanes, jnp.int32),) * words
-    acc = list(jax.lax.fori_loop(0, config.chunk // config.lanes, some, acc))
-    # Joined pair by pair on a new last axis, so that one reduction serves all words.
-    while len(acc) > 1:
-        half = len(acc) // 2
-        acc = [jnp.stack([a, b], axis=-1) for a, b in zip(acc[:half], acc[half:], strict=True)]
-    table = acc[0].reshape(config.lanes, words)
-    low = jnp.sum(table & 0x00FF00FF, axis=0)
-    high = jnp.sum(_right(table, 8) & 0x00FF00FF, axis=0)
-    for field, value in enumerate((low & 0xFFFF, high & 0xFFFF, _right(low, 16), _right(high, 16))):
-        counts_ref[j, pl.ds(field * words, words)] = value
+    none = jnp.zeros(config.lanes, jnp.int32)
+    found = jax.lax.fori_loop(0, config.chunk // config.lanes, some, (none, none, none))
+    for ref, value in zip((above_ref, equal_ref, there_ref), found, strict=True):
+        ref[j] = jnp.sum(value)
 
 
-def _digit(counts_ref, need, last):
-    """The digit of the `need`-th best key: itself, how many are better for it, and the bins `[2**last]`."""
-    bins = jnp.arange(1 << last, dtype=jnp.int32)
-    total = jnp.sum(counts_ref[...], axis=0)
-    above = jnp.sum(total, axis=0) - jnp.cumsum(total, axis=0)
-    hit = (above < need) & (above + total >= need)
-    return jnp.sum(jnp.where(hit, bins, 0)), jnp.sum(jnp.where(hit, above, 0)), bins
-
-
-def _first(x_ref, counts_ref, found_ref, before_ref, *, k, config, shift, bits):
+def _gather(x_ref, pivot_ref, above_ref, equal_ref, there_ref, best_ref, column_ref, count_ref, *, k, config):
+    """Lists what is above the pivot if that is enough; with the first of those equal to it if so they are k; or all."""
     j = pl.program_id(0)
-    _count(x_ref, counts_ref, None, shift, bits, config)
-    before_ref[j] = jnp.int32(0)
-    found_ref[0] = jnp.int32(0)
-    found_ref[1] = jnp.int32(k)
-
-
-def _pass(x_ref, last_ref, was_ref, was_before_ref, counts_ref, found_ref, before_ref, *, k, config, shift, bits, last):
-    """found: the digits so far, and how many of the keys that begin with them are in. before `[chunks]`: keys of each
-    chunk that are certainly in, being larger. All programs of a row write the same `found`."""
-    j = pl.program_id(0)
-    prefix, need = was_ref[0], was_ref[1]
-    digit, better, bins = _digit(last_ref, need, last)
-    prefix, need = (prefix << last) | digit, need - better
-    _count(x_ref, counts_ref, prefix, shift, bits, config)
-    before_ref[j] = was_before_ref[j] + jnp.sum(jnp.where(bins > digit, last_ref[j, :], 0))
-    found_ref[0] = prefix
-    found_ref[1] = need
-
-
-def _compact(x_ref, last_ref, was_ref, before_ref, out_ref, count_ref, *, k, config, last):
-    """Writes the columns that are in, in order, from where those of earlier chunks end."""
-    j = pl.program_id(0)
-    prefix, need = was_ref[0], was_ref[1]
-    digit, better, bins = _digit(last_ref, need, last)
-    key_k, need = (prefix << last) | digit, need - better
-    # −inf can only be the least key of all that are in, and is not in itself.
-    need = jnp.where(key_k == _MINUS_INF_KEY, 0, need)
-    chunk = jnp.arange(last_ref.shape[0], dtype=jnp.int32)
-    counts = last_ref[...]
-    larger = before_ref[...] + jnp.sum(jnp.where(bins[None, :] > digit, counts, 0), axis=1)
-    equal = jnp.sum(jnp.where(bins[None, :] == digit, counts, 0), axis=1)
+    chunk = jnp.arange(above_ref.shape[0], dtype=jnp.int32)
+    above, equal, there = above_ref[...], equal_ref[...], there_ref[...]
+    n_above, n_equal, n_there = jnp.sum(above), jnp.sum(equal), jnp.sum(there)
+    everything = n_above + n_equal < k
+    need = jnp.where(everything | (n_above >= k), 0, k - n_above)
+    pivot = jnp.where(everything, -jnp.inf, pivot_ref[0])
+    count = jnp.where(everything, n_there, n_above + need)
+    count_ref[0] = jnp.where(count > config.room, -1, count)
     ties = jnp.sum(jnp.where(chunk < j, equal, 0))
-    place = jnp.sum(jnp.where(chunk < j, larger, 0)) + jnp.minimum(ties, need)
-    count_ref[0] = jnp.sum(larger) + need
+    before = jnp.sum(jnp.where(chunk < j, jnp.where(everything, there, above), 0))
     lane = jnp.arange(config.lanes, dtype=jnp.int32)
 
     def some(i, carry):
         place, ties = carry
-        column = j * config.chunk + i * config.lanes
-        key, inside = _keys(x_ref, column, lane)
-        gt = inside & ((key ^ jnp.int32(_SIGN)) > (key_k ^ jnp.int32(_SIGN)))
-        eq = (inside & (key == key_k)).astype(jnp.int32)
-        count = jnp.sum(eq)
-        # Ties are few: their running count is made only where there are any.
-        some_ties = (count > 0) & (ties < need)
+        column = j * config.chunk + i * config.lanes + lane
+        x = _scores(x_ref, column)
+        equal = ((x == pivot) & (x > -jnp.inf)).astype(jnp.int32)
+        n_equal = jnp.sum(equal)
+        # Their running count is made only where it decides.
         tied = jax.lax.cond(
-            some_ties,
-            lambda: eq * (ties + jnp.cumsum(eq, axis=0) <= need).astype(jnp.int32),
-            lambda: jnp.zeros_like(eq),
+            (n_equal > 0) & (ties < need),
+            lambda: equal * (ties + jnp.cumsum(equal, axis=0) <= need).astype(jnp.int32),
+            lambda: jnp.zeros_like(equal),
         )
-        taken = gt.astype(jnp.int32) | tied
-        # The others go to a tail of their own.
-        out_ref[jnp.where(taken > 0, place + jnp.cumsum(taken, axis=0) - 1, k + lane)] = column + lane
-        return place + jnp.sum(taken), ties + count
+        taken = (x > pivot).astype(jnp.int32) | tied
+        to = jnp.where(taken > 0, place + jnp.cumsum(taken, axis=0) - 1, _NOWHERE)
+        plt.store(best_ref.at[to], x, mask=taken > 0)
+        plt.store(column_ref.at[to], column, mask=taken > 0)
+        return place + jnp.sum(taken), ties + n_equal
 
-    jax.lax.fori_loop(0, config.chunk // config.lanes, some, (place, ties))
+    steps = jnp.where(count > config.room, jnp.int32(0), jnp.int32(config.chunk // config.lanes))
+    jax.lax.fori_loop(0, steps, some, (before + jnp.minimum(ties, need), ties))
+
+
+def _finish(x_ref, slot_ref, *refs, k, held, own):
+    """The best k of a list, or of a row if there is none: the first `held` stay in registers."""
+    *lists, best_ref, out_ref = refs
+    columns = x_ref.shape[0]
+    lane = jnp.arange(held, dtype=jnp.int32)
+    if lists:
+        list_ref, column_ref, count_ref = lists
+        count = count_ref[0]
+        listed = count >= 0
+        blocks = jnp.where(listed, jnp.int32(1), jnp.int32(pl.cdiv(columns, held)))
+        x = plt.load(x_ref.at[lane], mask=(lane < columns) & ~listed, other=-jnp.inf)
+        x = jnp.where(listed, plt.load(list_ref.at[lane], mask=lane < count, other=-jnp.inf), x)
+        column = jnp.where(listed, plt.load(column_ref.at[lane], mask=lane < count, other=0), lane)
+    else:
+        blocks = jnp.int32(pl.cdiv(columns, held))
+        x, column = _scores(x_ref, lane), lane
+
+    def slots(column, mask):
+        return plt.load(slot_ref.at[column], mask=mask & (column < columns), other=NO_SLOT)
+
+    def order(column):
+        return slots(column, True) if own else column
+
+    def seen(key, column):
+        return jnp.where(order(column) == NO_SLOT, _LOWEST, key) if own else key
+
+    def over_all(one, value, more):
+        """`more(value, one(key, column))` over the blocks that are not held."""
+
+        def step(i, value):
+            column = i * held + lane
+            return more(value, one(seen(_keys(_scores(x_ref, column)), column), column))
+
+        return jax.lax.fori_loop(1, blocks, step, value) if columns > held else value
+
+    def total(one):
+        return over_all(lambda key, column: _total(one(key, column)), _total(one(first, column)), jnp.add)
+
+    first = seen(_keys(x), column)
+    low, high, there = _range(first)
+    if columns > held:
+        there = over_all(lambda key, _: _total(key != _LOWEST), there, jnp.add)
+        alone = blocks == 1
+        low, high = jnp.where(alone, low, _MINUS_INF + 1), jnp.where(alone, high, _INF + 1)
+    need = jnp.minimum(there, k)
+    low, n_low, n_high = _bisect(lambda t: total(lambda key, _: key >= t), low, high, need, there)
+    # If keys equal to the least one are too many, those of the lowest slots are in.
+    n_tied = n_low - n_high
+    last, _, _ = _bisect(
+        lambda t: total(lambda key, column: (key == low) & (order(column) <= -t)),
+        jnp.int32(-NO_SLOT),
+        jnp.int32(1),
+        need - n_high,
+        n_tied,
+    )
+    exact = n_low == need
+
+    def put(place, key, column):
+        taken = (key != _LOWEST) & ((key > low) | ((key == low) & (exact | (order(column) <= -last))))
+        to = place + jnp.cumsum(taken.astype(jnp.int32), axis=0) - 1
+        mine = taken & (to < k)
+        to = jnp.where(mine, to, _NOWHERE)
+        plt.store(best_ref.at[to], _score(key), mask=mine)
+        plt.store(out_ref.at[to], slots(column, mine), mask=mine)
+        return place + _total(taken)
+
+    rest = jnp.arange(pl.next_power_of_2(k), dtype=jnp.int32)
+    empty = (rest >= need) & (rest < k)
+    plt.store(best_ref.at[rest], jnp.full(rest.shape, -jnp.inf, jnp.float32), mask=empty)
+    plt.store(out_ref.at[rest], jnp.full(rest.shape, NO_SLOT, jnp.int32), mask=empty)
+    place = put(jnp.int32(0), first, column)
+    if columns > held:
+
+        def more(i, place):
+            column = i * held + lane
+            return put(place, seen(_keys(_scores(x_ref, column)), column), column)
+
+        jax.lax.fori_loop(1, blocks, more, place)
