@@ -343,9 +343,7 @@ def _put(out_ref, value, token, columns, column, size, low, high):
         row, thread = _place()
         place = arith.addi(arith.extsi(i64, column), arith.extsi(i64, row))
         place = arith.addi(place, arith.muli(arith.extsi(i64, token), arith.constant(i64, columns)))
-        address = arith.addi(
-            llvm.ptrtoint(i64, utils.memref_ptr(out)), arith.muli(place, arith.constant(i64, 4))
-        )
+        address = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(out)), arith.muli(place, arith.constant(i64, 4)))
         one = arith.cmpi(arith.CmpIPredicate.eq, thread, _constant(0))
         for half, x in enumerate(value.registers.reshape(2)):
             if isinstance(x.type, ir.VectorType):

@@ -203,59 +203,64 @@ def _pivot(x_ref, pivot_ref, *, rank, sample):
     pivot_ref[0] = jnp.where(there > rank, _score(low), -jnp.inf)
 
 
-def _count(x_ref, pivot_ref, above_ref, equal_ref, there_ref, *, config):
-    """How many columns of each chunk are above the pivot, equal to it, there at all."""
+def _count(x_ref, pivot_ref, above_ref, equal_ref, below_ref, *, config):
+    """How many columns of each chunk are above the pivot, equal to it, below."""
     j = pl.program_id(0)
     pivot = pivot_ref[0]
     lane = jnp.arange(config.lanes, dtype=jnp.int32)
 
-    def some(i, carry):
+    def some(i, counts):
         x = _scores(x_ref, j * config.chunk + i * config.lanes + lane)
-        there = x > -jnp.inf
-        found = x > pivot, there & (x == pivot), there
-        return tuple(n + one.astype(jnp.int32) for n, one in zip(carry, found, strict=True))
+        # A lane's counts stay below 256: three in a word.
+        kind = jnp.where(x > pivot, 1, jnp.where(x == pivot, 1 << 8, 1 << 16))
+        return counts + jnp.where(x > -jnp.inf, kind, 0)
 
-    none = jnp.zeros(config.lanes, jnp.int32)
-    found = jax.lax.fori_loop(0, config.chunk // config.lanes, some, (none, none, none))
-    for ref, value in zip((above_ref, equal_ref, there_ref), found, strict=True):
-        ref[j] = jnp.sum(value)
+    counts = jax.lax.fori_loop(0, config.chunk // config.lanes, some, jnp.zeros(config.lanes, jnp.int32))
+    for i, ref in enumerate((above_ref, equal_ref, below_ref)):
+        ref[j] = jnp.sum((counts >> (8 * i)) & 255)
 
 
-def _gather(x_ref, pivot_ref, above_ref, equal_ref, there_ref, best_ref, column_ref, count_ref, *, k, config):
+def _gather(x_ref, pivot_ref, above_ref, equal_ref, below_ref, best_ref, column_ref, count_ref, *, k, config):
     """Lists what is above the pivot if that is enough; with the first of those equal to it if so they are k; or all."""
     j = pl.program_id(0)
     chunk = jnp.arange(above_ref.shape[0], dtype=jnp.int32)
-    above, equal, there = above_ref[...], equal_ref[...], there_ref[...]
-    n_above, n_equal, n_there = jnp.sum(above), jnp.sum(equal), jnp.sum(there)
+    above, equal = above_ref[...], equal_ref[...]
+    there = above + equal + below_ref[...]
+    n_above, n_equal = jnp.sum(above), jnp.sum(equal)
     everything = n_above + n_equal < k
     need = jnp.where(everything | (n_above >= k), 0, k - n_above)
     pivot = jnp.where(everything, -jnp.inf, pivot_ref[0])
-    count = jnp.where(everything, n_there, n_above + need)
-    count_ref[0] = jnp.where(count > config.room, -1, count)
+    count = jnp.where(everything, jnp.sum(there), n_above + need)
+    fits = count <= config.room
+    count_ref[0] = jnp.where(fits, count, -1)
     ties = jnp.sum(jnp.where(chunk < j, equal, 0))
     before = jnp.sum(jnp.where(chunk < j, jnp.where(everything, there, above), 0))
     lane = jnp.arange(config.lanes, dtype=jnp.int32)
 
-    def some(i, carry):
-        place, ties = carry
-        column = j * config.chunk + i * config.lanes + lane
-        x = _scores(x_ref, column)
-        equal = ((x == pivot) & (x > -jnp.inf)).astype(jnp.int32)
-        n_equal = jnp.sum(equal)
-        # Their running count is made only where it decides.
-        tied = jax.lax.cond(
-            (n_equal > 0) & (ties < need),
-            lambda: equal * (ties + jnp.cumsum(equal, axis=0) <= need).astype(jnp.int32),
-            lambda: jnp.zeros_like(equal),
-        )
-        taken = (x > pivot).astype(jnp.int32) | tied
+    def put(place, taken, x, column):
+        taken = taken.astype(jnp.int32)
         to = jnp.where(taken > 0, place + jnp.cumsum(taken, axis=0) - 1, _NOWHERE)
         plt.store(best_ref.at[to], x, mask=taken > 0)
         plt.store(column_ref.at[to], column, mask=taken > 0)
-        return place + jnp.sum(taken), ties + n_equal
+        return place + jnp.sum(taken)
 
-    steps = jnp.where(count > config.room, jnp.int32(0), jnp.int32(config.chunk // config.lanes))
-    jax.lax.fori_loop(0, steps, some, (before + jnp.minimum(ties, need), ties))
+    def some(i, place):
+        column = j * config.chunk + i * config.lanes + lane
+        x = _scores(x_ref, column)
+        return put(place, x > pivot, x, column)
+
+    def some_tied(i, carry):
+        place, ties = carry
+        column = j * config.chunk + i * config.lanes + lane
+        x = _scores(x_ref, column)
+        tied = ((x == pivot) & (x > -jnp.inf)).astype(jnp.int32)
+        first = (tied > 0) & (ties + jnp.cumsum(tied, axis=0) <= need)
+        return put(place, (x > pivot) | first, x, column), ties + jnp.sum(tied)
+
+    steps, none = jnp.int32(config.chunk // config.lanes), jnp.int32(0)
+    jax.lax.fori_loop(0, jnp.where(fits & (need == 0), steps, none), some, before)
+    tied = before + jnp.minimum(ties, need), ties
+    jax.lax.fori_loop(0, jnp.where(fits & (need > 0), steps, none), some_tied, tied)
 
 
 def _finish(x_ref, slot_ref, *refs, k, held, own):
