@@ -59,7 +59,7 @@ def select_triton(
 ) -> tuple[jax.Array, jax.Array]:
     """The best `k` of `score [T, C]` float32: scores `[T, k]` and slots `[T, k]` int32; −inf and `NO_SLOT` fill the rest.
 
-    `slot` int32 is `[C]`, ascending, or `[T, C]`, each row's own and all different; what has `NO_SLOT` there is not seen.
+    `slot` int32 is `[C]`, ascending, or `[T, C]`, each row's own and all different where the score is not −inf.
     They come in the order of the columns. Among equals (−0.0 and 0.0 too) the lower slot is better. −inf is never in.
     Raises `ValueError` for k above C.
     """
@@ -286,22 +286,19 @@ def _finish(x_ref, slot_ref, *refs, k, held, own):
     def order(column):
         return slots(column, True) if own else column
 
-    def seen(key, column):
-        return jnp.where(order(column) == NO_SLOT, _LOWEST, key) if own else key
-
     def over_all(one, value, more):
         """`more(value, one(key, column))` over the blocks that are not held."""
 
         def step(i, value):
             column = i * held + lane
-            return more(value, one(seen(_keys(_scores(x_ref, column)), column), column))
+            return more(value, one(_keys(_scores(x_ref, column)), column))
 
         return jax.lax.fori_loop(1, blocks, step, value) if columns > held else value
 
     def total(one):
         return over_all(lambda key, column: _total(one(key, column)), _total(one(first, column)), jnp.add)
 
-    first = seen(_keys(x), column)
+    first = _keys(x)
     low, high, there = _range(first)
     if columns > held:
         there = over_all(lambda key, _: _total(key != _LOWEST), there, jnp.add)
@@ -338,6 +335,6 @@ def _finish(x_ref, slot_ref, *refs, k, held, own):
 
         def more(i, place):
             column = i * held + lane
-            return put(place, seen(_keys(_scores(x_ref, column)), column), column)
+            return put(place, _keys(_scores(x_ref, column)), column)
 
         jax.lax.fori_loop(1, blocks, more, place)

@@ -1,17 +1,16 @@
-"""The kernel that selects by radix: the same set as a sort, bit for bit the same each time."""
+"""The kernels that select: the same set as a sort, bit for bit the same each time."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.pallas_kernels.topk import NO_SLOT, merge_candidates, topk_candidates, topk_slots
+from dcpjax.pallas_kernels.topk import NO_SLOT, canonical, merge_candidates, topk_candidates, topk_slots
 from dcpjax.pallas_kernels.topk_triton import TopkConfig, select_triton
 from tests.kernels.base import BACKENDS, fresh, lower_for_h200, same_bits
 
-# Few bits a pass are quick to compile.
-SMALL = TopkConfig(64, 32, (4,) * 8)
-USUAL = TopkConfig(128, 64)
+# Rows that one program holds, that are listed first, and whose list has no room.
+HELD, LISTED, FULL = (TopkConfig(room, 64, 64, 32) for room in (512, 128, 16))
 
 
 def draw(columns, *names):
@@ -33,55 +32,64 @@ def best(score, k):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("columns, k, config", [(300, 17, SMALL), (257, 200, USUAL)])
+@pytest.mark.parametrize("columns, k, config", [(300, 17, HELD), (257, 100, LISTED), (300, 200, FULL)])
 def test_selects_what_a_sort_does(columns, k, config, backend):
     score = draw(columns, k)
-    select = jax.jit(lambda x: select_triton(x, k, config, backend == "interpret"))
-    column, count = found = select(score)
-    for row, got, n in zip(score, np.asarray(column), np.asarray(count), strict=True):
-        assert got[:n].tolist() == best(row, k)
-    again = select(score)
-    live = np.arange(k) < np.asarray(count)[:, None]
-    same_bits([np.where(live, x[0], 0) for x in (found,)], [np.where(live, x[0], 0) for x in (again,)])
+    select = jax.jit(lambda x: select_triton(x, jnp.arange(columns) * 2, k, config, backend == "interpret"))
+    value, slot = found = select(score)
+    for row, values, slots in zip(np.where(score == 0, 0.0, score), np.asarray(value), np.asarray(slot), strict=True):
+        want = best(row, k)
+        assert slots.tolist() == [2 * i for i in want] + [NO_SLOT] * (k - len(want))
+        assert values.tobytes() == np.append(row[want], np.full(k - len(want), -np.inf)).astype(np.float32).tobytes()
+    same_bits(found, select(score))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sample_that_misleads(backend):
+    """Too many above the pivot, too few, and too few that are all there are."""
+    score = fresh("misleads").normal(size=(3, 300)).astype(np.float32)
+    score[0, : 64 * 4 : 4] -= 10
+    score[1:, : 64 * 4 : 4] += 10
+    score[2, 65:] = -np.inf
+    call = jax.jit(lambda x: topk_slots(x, jnp.arange(300), 60, config=LISTED, backend=backend))
+    assert [row.tolist() for row in np.asarray(call(score))] == [best(row, 60) for row in score]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "rows, columns, k", [(1, 131072, 2048), (8, 100_003, 2048), (3, 1 << 20, 2048), (17, 8191, 33)]
+    "rows, columns, k", [(1, 131072, 2048), (8, 100_003, 2048), (3, 1 << 20, 2048), (17, 8191, 33), (64, 9000, 2048)]
 )
 def test_large_on_the_device(rows, columns, k):
     rng = fresh("large", rows, columns)
     score = rng.normal(size=(rows, columns)).astype(np.float32)
     score[:, ::3] = np.round(score[:, ::3])
-    column, count = jax.jit(select_triton, static_argnums=1)(score, k)
-    assert (np.asarray(count) == k).all()
-    for row, got in zip(score, np.asarray(column), strict=True):
+    score[rows // 2, : columns // 2] = -np.inf
+    slot = jax.jit(topk_slots, static_argnums=2, static_argnames="backend")(
+        score, jnp.arange(columns), k, backend="triton"
+    )
+    for row, got in zip(score, np.asarray(slot), strict=True):
         assert got.tolist() == best(row, k)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("k", [17, 300])
-def test_slots_and_candidates_equal_the_reference(k, backend):
-    """300 is all there is, which needs no selection."""
+def test_everything_is_taken_where_there_is_no_more(backend):
     score, slot = draw(300, "slots"), jnp.arange(300) * 2 + 1
-    options = {"config": SMALL, "backend": backend}
-    want = np.asarray(topk_slots(score, slot, k))
-    np.testing.assert_array_equal(topk_slots(score, slot, k, **options), want)
-    value, got = (np.asarray(x) for x in topk_candidates(score, slot, k, **options))
-    np.testing.assert_array_equal(np.sort(got, axis=1), want)
-    canonical = np.where(score == 0, 0.0, score)
-    there = np.take_along_axis(canonical, np.where(got == NO_SLOT, 0, got // 2), axis=1)
+    want = np.asarray(topk_slots(score, slot, 400))
+    value, got = (np.asarray(x) for x in topk_candidates(score, slot, 400, config=HELD, backend=backend))
+    np.testing.assert_array_equal(got, want)
+    there = np.take_along_axis(np.asarray(canonical(score)), np.where(got == NO_SLOT, 0, got // 2), axis=1)
     np.testing.assert_array_equal(value, np.where(got == NO_SLOT, -np.inf, there))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_merge_equals_the_reference(backend):
+@pytest.mark.parametrize("config", [HELD, FULL])
+def test_merge_equals_the_reference(config, backend):
     """Candidates of ranks that own every third slot: equal scores go by slot, whichever rank they are from."""
     ranks, k = 3, 40
     score = draw(300, "merge")
     parts = [topk_candidates(score[:, rank::ranks], jnp.arange(rank, 300, ranks), k) for rank in range(ranks)]
     value, slot = (jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True))
-    got = np.asarray(merge_candidates(value, slot, k, config=SMALL, backend=backend))
+    got = np.asarray(merge_candidates(value, slot, k, config=config, backend=backend))
     np.testing.assert_array_equal(got, merge_candidates(value, slot, k))
     for row, want in zip(got, (best(s, k) for s in score), strict=True):
         assert row.tolist() == want + [NO_SLOT] * (k - len(want))
@@ -92,13 +100,14 @@ def test_merge_equals_the_reference(backend):
 )
 def test_lowers_for_h200(rows, columns, k):
     score = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
-    assert "topk_compact" in lower_for_h200(lambda x: select_triton(x, k), score)
+    slot = jax.ShapeDtypeStruct((columns,), jnp.int32)
+    assert "topk_finish" in lower_for_h200(lambda x, s: select_triton(x, s, k), score, slot)
 
 
 def test_wrong_sizes_are_refused():
     with pytest.raises(ValueError, match="at most the columns"):
-        select_triton(jnp.zeros((2, 5)), 6)
-    with pytest.raises(ValueError, match="32 in all"):
-        TopkConfig(digits=(6, 6))
-    with pytest.raises(ValueError, match="multiple of lanes"):
-        TopkConfig(chunk=100)
+        select_triton(jnp.zeros((2, 5)), jnp.arange(5), 6)
+    with pytest.raises(ValueError, match="powers of two"):
+        TopkConfig(room=100)
+    with pytest.raises(ValueError, match="times lanes"):
+        TopkConfig(chunk=512, lanes=1024)
