@@ -80,12 +80,12 @@ def scores_mosaic(
     if config is None:
         config = MosaicConfig.choose(groups, columns, packed)
     if packed:
-        q, weight = _halved(q, weight)
+        q, weight = halved(q, weight)
+    # Copies are of whole 128 bytes; a surplus head weighs nothing.
     surplus = -heads % 32
-    q, weight = (
-        jnp.pad(x, ((0, groups * queries - tokens), (0, surplus), *((0, 0),) * (x.ndim - 2))) for x in (q, weight)
-    )
-    heads += surplus
+    if surplus:
+        q, weight = (jnp.pad(x, ((0, 0), (0, surplus), *((0, 0),) * (x.ndim - 2))) for x in (q, weight))
+        heads += surplus
     first, end = (0, jnp.full(tokens, columns, jnp.int32)) if visible is None else visible
     scalars = jnp.stack([jnp.asarray(layer, jnp.int32) * pool.shape[1], jnp.asarray(first, jnp.int32)])
     # Whole pages of words are copied as they are; rows of bfloat16 as tiles that products read where they land.
@@ -109,15 +109,15 @@ def scores_mosaic(
             plgpu.SMEM((queries * heads, dim), q.dtype, transforms=_OPERAND),
             plgpu.SMEM((queries * heads,), jnp.float32),
             keys,
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=2 * queries),
             plgpu.Barrier(num_arrivals=copies, num_barriers=config.ahead),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=512
         ),
     )(
-        q.reshape(groups, queries * heads, dim),
-        weight.reshape(-1),
+        q,
+        weight,
         flat,
         pages.reshape(-1),
         row_of,
@@ -127,7 +127,7 @@ def scores_mosaic(
     return score.reshape(tokens, columns)
 
 
-def _halved(q, weight):
+def halved(q, weight):
     """Queries in float16 in the order of the packed values, and weights that make good what keeps them in its range."""
     largest = jnp.max(jnp.abs(q.astype(jnp.float32)), axis=-1)
     _, exponent = jnp.frexp(jnp.where(largest > 0, largest, 1.0))
@@ -175,10 +175,12 @@ def _kernel(
     chunk, mine = jax.lax.axis_index("chunk"), jax.lax.axis_index("group")
     start, base = mine * queries, chunk * (TILE * config.tiles)
     tiles = jnp.minimum(config.tiles, jax.lax.div(columns - base + (TILE - 1), TILE))
-    plgpu.copy_gmem_to_smem(q_ref.at[mine], q_smem, q_barrier)
-    plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(start * heads, queries * heads)], w_smem, q_barrier)
     # Past the last token the last one stands in; it computes the same and stores nothing.
     at = [jnp.minimum(start + j, tokens - 1) for j in range(queries)]
+    for j, token in enumerate(at):
+        part = pl.ds(j * heads, heads)
+        plgpu.copy_gmem_to_smem(q_ref.at[token], q_smem.at[part], q_barrier)
+        plgpu.copy_gmem_to_smem(w_ref.at[token], w_smem.at[part], q_barrier)
     rows = [row_ref[t] for t in at]
     ends = [jnp.minimum(end_ref[t], columns) for t in at]
     page0, first = scalar_ref[0], scalar_ref[1]
