@@ -171,7 +171,7 @@ def _kernel(
 ):
     """Program (chunk, group): columns of one chunk, tokens `group · queries …`."""
     packed = k_smem.dtype == jnp.uint32
-    places = columns // group  # pages of a row
+    places, copies = columns // group, pl.cdiv(TILE, group)  # pages of a row, and of a tile
     chunk, mine = jax.lax.axis_index("chunk"), jax.lax.axis_index("group")
     start, base = mine * queries, chunk * (TILE * config.tiles)
     tiles = jnp.minimum(config.tiles, jax.lax.div(columns - base + (TILE - 1), TILE))
@@ -186,24 +186,26 @@ def _kernel(
     page0, first = scalar_ref[0], scalar_ref[1]
     plgpu.barrier_wait(q_barrier)
 
-    def fetch(row, i, slot):
-        column = base + i * TILE
-        for part in range(pl.cdiv(TILE, group)):
-            place = jnp.minimum(jax.lax.div(column, group) + part, places - 1)
-            page = page0 + pages_ref[row * places + place]
+    def pages_of(row, i):
+        """Pages of a tile, the last one of the row for places past it."""
+        place = jax.lax.div(base + i * TILE, group)
+        last = places - 1
+        return [page0 + pages_ref[row * places + jnp.minimum(place + part, last)] for part in range(copies)]
+
+    def fetch(found, i, slot):
+        begin = 0 if group <= TILE else jax.lax.rem(base + i * TILE, group)
+        size = min(TILE, group)
+        for part, page in enumerate(found):
             if packed:
-                words = min(TILE, group) * packed_words(DIM)
-                begin = 0 if group <= TILE else jax.lax.rem(column, group) * packed_words(DIM)
-                source = k_ref.at[page, pl.ds(begin, words)]
+                words = size * packed_words(DIM)
+                source = k_ref.at[page, pl.ds(begin * packed_words(DIM), words)]
                 target = k_smem.at[slot, pl.ds(part * words, words)]
-                plgpu.copy_gmem_to_smem(
-                    source, target, k_barrier.at[slot], oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
-                )
+                options = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
             else:
-                size = min(TILE, group)
-                begin = page * group + (0 if group <= TILE else jax.lax.rem(column, group))
+                source = k_ref.at[pl.ds(page * group + begin, size)]
                 target = k_smem.at[slot, pl.ds(part * size, size)]
-                plgpu.copy_gmem_to_smem(k_ref.at[pl.ds(begin, size)], target, k_barrier.at[slot])
+                options = {}
+            plgpu.copy_gmem_to_smem(source, target, k_barrier.at[slot], **options)
 
     def pass_of(turn, _):
         """The queries whose row is first met at token `turn` of the group."""
@@ -220,13 +222,13 @@ def _kernel(
             size = jnp.where(same[j] & (start + j < tokens), columns - column, 0)
             _put(out_ref, value, at[j], columns, column, size, low - column, high - column)
 
-        def tile(i, _):
+        def tile(i, following):
             slot = jax.lax.rem(i, config.ahead)
             plgpu.barrier_wait(k_barrier.at[slot])
             scale = None
             if packed:
                 operand, scale = _unpack(k_smem.at[slot])
-                pl.when(i + config.ahead < live)(lambda: fetch(row, i + config.ahead, slot))
+                pl.when(i + config.ahead < live)(lambda: fetch(following, i + config.ahead, slot))
             else:
                 operand = k_smem.at[slot]
             for j in range(queries):
@@ -243,8 +245,9 @@ def _kernel(
                 store(j, i, score if scale is None else score * scale, first, ends[j])
             if not packed:
                 _meet()
-                pl.when(i + config.ahead < live)(lambda: fetch(row, i + config.ahead, slot))
-            return ()
+                pl.when(i + config.ahead < live)(lambda: fetch(following, i + config.ahead, slot))
+            # Looked up a tile before they are needed.
+            return pages_of(row, i + config.ahead + 1)
 
         def blank(i, _):
             nothing = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), _LAYOUT.reduce(1))
@@ -253,8 +256,8 @@ def _kernel(
             return ()
 
         for slot in range(config.ahead):
-            pl.when(slot < live)(functools.partial(fetch, row, jnp.int32(slot), slot))
-        jax.lax.fori_loop(0, live, tile, ())
+            pl.when(slot < live)(lambda slot=slot: fetch(pages_of(row, slot), slot, slot))
+        jax.lax.fori_loop(0, live, tile, pages_of(row, config.ahead))
         jax.lax.fori_loop(live, count, blank, ())
         return ()
 
