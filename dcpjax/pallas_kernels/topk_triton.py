@@ -25,33 +25,37 @@ _NOWHERE = 2**30  # a place that is not stored to; past the end, or the interpre
 
 @dataclasses.dataclass(frozen=True)
 class TopkConfig:
-    """room: scores that one program holds; a row that fits needs no sample. sample: scores that are looked at first.
-    chunk: columns a program of a pass, in steps of `lanes`, at most 255. All powers of two.
+    """room: columns of a row that needs no sample, and of a list; held: those of a list that stay in registers. sample:
+    scores that are looked at first. chunk: columns a program of a pass, in steps of `lanes`, at most 255. All powers of two.
 
-    warps: of programs of a pass; warps_held: of those that hold a row.
+    warps: of programs of a pass; warps_held: of those that have a row each.
     """
 
     room: int = 8192
+    held: int = 4096
     sample: int = 4096
     chunk: int = 4096
-    lanes: int = 1024
-    warps: int = 4
+    lanes: int = 2048
+    warps: int = 8
     warps_held: int = 16
 
     def __post_init__(self):
-        sizes = (self.room, self.sample, self.chunk, self.lanes)
+        sizes = (self.room, self.held, self.sample, self.chunk, self.lanes)
         if any(size < 1 or size & (size - 1) for size in sizes):
-            raise ValueError(f"room, sample, chunk and lanes {sizes} must be powers of two")
+            raise ValueError(f"room, held, sample, chunk and lanes {sizes} must be powers of two")
         if not self.lanes <= self.chunk <= 255 * self.lanes:
             raise ValueError(f"chunk {self.chunk} must be 1 to 255 times lanes {self.lanes}")
 
     @classmethod
     def choose(cls, rows: int, columns: int) -> "TopkConfig":
         """For `rows` rows of `columns`: as large chunks as leave every multiprocessor a few programs."""
-        chunk = 2**14
-        while chunk > 1024 and rows * pl.cdiv(columns, chunk) < 256:
+        chunk = 2**13
+        while chunk > 1024 and rows * pl.cdiv(columns, chunk) < 512:
             chunk //= 2
-        return cls(sample=8192 if columns > 2**18 else 4096, chunk=chunk)
+        lanes = min(chunk, 2048)
+        # Of a long row few of the sample are among the best, so that the list must be longer to be safe.
+        size = 8192 if columns > 2**18 else 4096
+        return cls(held=size, sample=size, chunk=chunk, lanes=lanes, warps=lanes // 256)
 
 
 def select_triton(
@@ -68,10 +72,9 @@ def select_triton(
         raise ValueError(f"k {k} must be at most the columns, {columns}")
     if config is None:
         config = TopkConfig.choose(rows, columns)
-    lists = ()
-    if slot.ndim == 1 and columns > config.room:
-        lists = _list(score, k, config, interpret)
-    held = min(pl.next_power_of_2(columns), config.room)
+    lists, held = (), pl.next_power_of_2(columns)
+    if columns > config.room:
+        lists, held = _list(score, k, config, interpret), config.held
     return _call(
         _finish,
         (1, rows),
@@ -89,19 +92,14 @@ def select_triton(
 def _list(score, k, config, interpret):
     """Scores and columns `[T, room]` of those that are above a pivot, in order, and their number `[T, 1]`: −1 if too many."""
     rows, columns = score.shape
-    mean = k * config.sample / columns
+    sample = min(config.sample, columns)
+    mean = k * sample / columns
     # Five standard deviations above what is expected: that fewer than k columns are above it happens once in a million.
-    rank = min(math.ceil(mean + 5 * math.sqrt(mean)) + 2, config.sample)
-    (pivot,) = _call(
-        _pivot,
-        (1, rows),
-        [((1,), jnp.float32)],
-        [score],
-        config.warps_held,
-        interpret,
-        rank=rank,
-        sample=config.sample,
-    )
+    rank = min(math.ceil(mean + 5 * math.sqrt(mean)) + 2, sample)
+    # Taken out by all multiprocessors; the rows' own programs would wait for it one after another.
+    stride = columns // sample
+    looked_at = score[:, : stride * sample : stride]
+    (pivot,) = _call(_pivot, (1, rows), [((1,), jnp.float32)], [looked_at], 8, interpret, rank=rank)
     # A program looks at all chunks at once, and the backend's arrays are powers of two.
     grid = (pl.next_power_of_2(pl.cdiv(columns, config.chunk)), rows)
     options = {"config": config, "k": k}
@@ -158,19 +156,24 @@ def _score(key):
 
 
 def _bisect(count, low, high, least, most, slack=0):
-    """Halves `low … high` until at least `least` keys are `≥ low` and fewer are `≥ high`, and these are neighbours or
+    """Narrows `low … high` until at least `least` keys are `≥ low` and fewer are `≥ high`, and these are neighbours or
     between `least` and `least + slack` are `≥ low`. `most` are `≥ low` at first, none `≥ high`.
 
     Returns low and how many are `≥ low` and `≥ high`."""
 
     def open_(state):
-        low, high, n_low, _ = state
+        low, high, n_low, *_ = state
         return (n_low > least + slack) & (high - low != 1)
 
-    def halve(state):
-        low, high, n_low, n_high = state
-        # Half of the difference taken without sign, for it may not fit.
-        middle = low + jax.lax.shift_right_logical(high - low, jnp.int32(1))
+    def cut(state):
+        low, high, n_low, n_high, turn = state
+        # Where the counts say, as if keys lay evenly; every other time in the middle, which is never far too little. The
+        # difference is one without sign, for it may not fit.
+        span = high - low
+        share = (n_low - least).astype(jnp.float32) / (n_low - n_high).astype(jnp.float32)
+        even = jnp.clip((span.astype(jnp.float32) * share).astype(jnp.int32), 1, span - 1)
+        middle = jax.lax.shift_right_logical(span, jnp.int32(1))
+        middle = low + jnp.where((span < 0) | (turn > 0), middle, even)
         n = count(middle)
         enough = n >= least
         return (
@@ -178,9 +181,11 @@ def _bisect(count, low, high, least, most, slack=0):
             jnp.where(enough, high, middle),
             jnp.where(enough, n, n_low),
             jnp.where(enough, n_high, n),
+            1 - turn,
         )
 
-    low, _, n_low, n_high = jax.lax.while_loop(open_, halve, (low, high, most, jnp.int32(0)))
+    start = low, high, most, jnp.int32(0), jnp.int32(0)
+    low, _, n_low, n_high, _ = jax.lax.while_loop(open_, cut, start)
     return low, n_low, n_high
 
 
@@ -194,10 +199,9 @@ def _range(key):
     return low, jnp.minimum(jnp.max(key), _INF) + 1, _total(key != _LOWEST)
 
 
-def _pivot(x_ref, pivot_ref, *, rank, sample):
+def _pivot(x_ref, pivot_ref, *, rank):
     """A score that `rank` of the sample reach, or a few more; −inf if fewer are there."""
-    stride = max(x_ref.shape[0] // sample, 1)
-    key = _keys(_scores(x_ref, jnp.arange(sample, dtype=jnp.int32) * stride))
+    key = _keys(_scores(x_ref, jnp.arange(pl.next_power_of_2(x_ref.shape[0]), dtype=jnp.int32)))
     low, high, there = _range(key)
     low, _, _ = _bisect(lambda t: _total(key >= t), low, high, jnp.int32(rank), there, max(1, rank // 32))
     pivot_ref[0] = jnp.where(there > rank, _score(low), -jnp.inf)
@@ -268,73 +272,72 @@ def _finish(x_ref, slot_ref, *refs, k, held, own):
     *lists, best_ref, out_ref = refs
     columns = x_ref.shape[0]
     lane = jnp.arange(held, dtype=jnp.int32)
+    count = jnp.int32(columns)
     if lists:
         list_ref, column_ref, count_ref = lists
-        count = count_ref[0]
-        listed = count >= 0
-        blocks = jnp.where(listed, jnp.int32(1), jnp.int32(pl.cdiv(columns, held)))
-        x = plt.load(x_ref.at[lane], mask=(lane < columns) & ~listed, other=-jnp.inf)
-        x = jnp.where(listed, plt.load(list_ref.at[lane], mask=lane < count, other=-jnp.inf), x)
-        column = jnp.where(listed, plt.load(column_ref.at[lane], mask=lane < count, other=0), lane)
-    else:
-        blocks = jnp.int32(pl.cdiv(columns, held))
-        x, column = _scores(x_ref, lane), lane
+        listed = count_ref[0] >= 0
+        count = jnp.where(listed, count_ref[0], count)
+    blocks = jax.lax.div(count + (held - 1), jnp.int32(held))
 
     def slots(column, mask):
-        return plt.load(slot_ref.at[column], mask=mask & (column < columns), other=NO_SLOT)
+        return plt.load(slot_ref.at[column], mask=mask, other=NO_SLOT)
 
-    def order(column):
-        return slots(column, True) if own else column
+    def block(i):
+        """Keys of a block, their columns, and what puts equal ones into order."""
+        place = i * held + lane
+        inside, column = place < count, place
+        if lists:
+            x = plt.load(x_ref.at[place], mask=inside & jnp.logical_not(listed), other=-jnp.inf)
+            x = jnp.where(listed, plt.load(list_ref.at[place], mask=inside & listed, other=-jnp.inf), x)
+            column = jnp.where(listed, plt.load(column_ref.at[place], mask=inside & listed, other=0), column)
+        else:
+            x = _scores(x_ref, place)
+        return _keys(x), column, slots(column, inside) if own else column
 
-    def over_all(one, value, more):
-        """`more(value, one(key, column))` over the blocks that are not held."""
-
-        def step(i, value):
-            column = i * held + lane
-            return more(value, one(_keys(_scores(x_ref, column)), column))
-
-        return jax.lax.fori_loop(1, blocks, step, value) if columns > held else value
+    first = block(0)
+    one_block = held >= columns
 
     def total(one):
-        return over_all(lambda key, column: _total(one(key, column)), _total(one(first, column)), jnp.add)
+        """How many `one(key, order)` says, of all blocks."""
 
-    first = _keys(x)
-    low, high, there = _range(first)
-    if columns > held:
-        there = over_all(lambda key, _: _total(key != _LOWEST), there, jnp.add)
-        alone = blocks == 1
+        def step(i, n):
+            key, _, order = block(i)
+            return n + _total(one(key, order))
+
+        n = _total(one(first[0], first[2]))
+        return n if one_block else jax.lax.fori_loop(1, blocks, step, n)
+
+    low, high, there = _range(first[0])
+    if not one_block:
+        there = total(lambda key, _: key != _LOWEST)
+        alone = blocks <= 1
         low, high = jnp.where(alone, low, _MINUS_INF + 1), jnp.where(alone, high, _INF + 1)
     need = jnp.minimum(there, k)
     low, n_low, n_high = _bisect(lambda t: total(lambda key, _: key >= t), low, high, need, there)
+    exact = n_low == need
     # If keys equal to the least one are too many, those of the lowest slots are in.
-    n_tied = n_low - n_high
     last, _, _ = _bisect(
-        lambda t: total(lambda key, column: (key == low) & (order(column) <= -t)),
+        lambda t: total(lambda key, order: (key == low) & (order <= -t)),
         jnp.int32(-NO_SLOT),
         jnp.int32(1),
         need - n_high,
-        n_tied,
+        n_low - n_high,
     )
-    exact = n_low == need
 
-    def put(place, key, column):
-        taken = (key != _LOWEST) & ((key > low) | ((key == low) & (exact | (order(column) <= -last))))
+    def put(i, place):
+        key, column, order = first if i is None else block(i)
+        taken = (key != _LOWEST) & ((key > low) | ((key == low) & (exact | (order <= -last))))
         to = place + jnp.cumsum(taken.astype(jnp.int32), axis=0) - 1
-        mine = taken & (to < k)
-        to = jnp.where(mine, to, _NOWHERE)
-        plt.store(best_ref.at[to], _score(key), mask=mine)
-        plt.store(out_ref.at[to], slots(column, mine), mask=mine)
+        taken &= to < k
+        to = jnp.where(taken, to, _NOWHERE)
+        plt.store(best_ref.at[to], _score(key), mask=taken)
+        plt.store(out_ref.at[to], order if own else slots(column, taken), mask=taken)
         return place + _total(taken)
 
     rest = jnp.arange(pl.next_power_of_2(k), dtype=jnp.int32)
     empty = (rest >= need) & (rest < k)
     plt.store(best_ref.at[rest], jnp.full(rest.shape, -jnp.inf, jnp.float32), mask=empty)
     plt.store(out_ref.at[rest], jnp.full(rest.shape, NO_SLOT, jnp.int32), mask=empty)
-    place = put(jnp.int32(0), first, column)
-    if columns > held:
-
-        def more(i, place):
-            column = i * held + lane
-            return put(place, _keys(_scores(x_ref, column)), column)
-
-        jax.lax.fori_loop(1, blocks, more, place)
+    place = put(None, jnp.int32(0))
+    if not one_block:
+        jax.lax.fori_loop(1, blocks, put, place)

@@ -10,7 +10,7 @@ from dcpjax.pallas_kernels.topk_triton import TopkConfig, select_triton
 from tests.kernels.base import BACKENDS, fresh, lower_for_h200, same_bits
 
 # Rows that one program holds, that are listed first, and whose list has no room.
-HELD, LISTED, FULL = (TopkConfig(room, 64, 64, 32) for room in (512, 128, 16))
+HELD, LISTED, FULL = (TopkConfig(room, 64, 64, 64, 32) for room in (512, 128, 16))
 
 
 def draw(columns, *names):
