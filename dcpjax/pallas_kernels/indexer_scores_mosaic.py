@@ -18,6 +18,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import math as mlir_math
 
 from dcpjax.pallas_kernels.records import packed_words
 
@@ -26,6 +27,8 @@ DIM = 128
 _OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _LAYOUT = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT(())
+_LANES = 4  # threads that share a row of a product
+_WIDEST = 128  # columns of a product: its sums take half as many registers of a thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +187,8 @@ def _kernel(
     rows = [row_ref[t] for t in at]
     ends = [jnp.minimum(end_ref[t], columns) for t in at]
     page0, first = scalar_ref[0], scalar_ref[1]
+    each = max(1, min(_LANES, _WIDEST // heads))
+    pieces = [range(j, min(j + each, queries)) for j in range(0, queries, each)]
     plgpu.barrier_wait(q_barrier)
 
     def pages_of(row, i):
@@ -217,32 +222,32 @@ def _kernel(
             last = jnp.maximum(last, jnp.where(same[j], ends[j], 0))
         live = jnp.clip(jax.lax.div(last - base + (TILE - 1), TILE), 0, count)
 
-        def store(j, i, value, low, high):
+        def store(piece, i, *scores):
             column = base + i * TILE
-            size = jnp.where(same[j] & (start + j < tokens), columns - column, 0)
-            _put(out_ref, value, at[j], columns, column, size, low - column, high - column)
+            places = [
+                (at[j], jnp.where(same[j] & (start + j < tokens), columns - column, 0), ends[j] - column) for j in piece
+            ]
+            _put(out_ref, columns, column, first - column, places, *scores)
 
         def tile(i, following):
             slot = jax.lax.rem(i, config.ahead)
             plgpu.barrier_wait(k_barrier.at[slot])
-            scale = None
+            scale = ()
             if packed:
-                operand, scale = _unpack(k_smem.at[slot])
+                operand, *scale = _unpack(k_smem.at[slot])
                 pl.when(i + config.ahead < live)(lambda: fetch(following, i + config.ahead, slot))
             else:
                 operand = k_smem.at[slot]
-            for j in range(queries):
-                part = pl.ds(j * heads, heads)
+            for piece in pieces:
+                part = pl.ds(piece[0] * heads, len(piece) * heads)
 
                 def product(acc, part=part):
                     plgpu.wgmma(acc, operand, q_smem.at[part].transpose((1, 0)))
                     return acc[...]
 
-                dot = pl.run_scoped(product, plgpu.ACC((TILE, heads), jnp.float32))
+                dot = pl.run_scoped(product, plgpu.ACC((TILE, len(piece) * heads), jnp.float32))
                 weights = plgpu.load(w_smem.at[part], layout=_LAYOUT.reduce(0))
-                score = jnp.maximum(dot, 0.0) * jax.lax.broadcast_in_dim(weights, (TILE, heads), [1])
-                score = jnp.sum(score, axis=1)
-                store(j, i, score if scale is None else score * scale, first, ends[j])
+                store(piece, i, dot, weights, *scale)
             if not packed:
                 _meet()
                 pl.when(i + config.ahead < live)(lambda: fetch(following, i + config.ahead, slot))
@@ -250,9 +255,8 @@ def _kernel(
             return pages_of(row, i + config.ahead + 1)
 
         def blank(i, _):
-            nothing = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), _LAYOUT.reduce(1))
-            for j in range(queries):
-                store(j, i, nothing, columns, 0)
+            for piece in pieces:
+                store(piece, i)
             return ()
 
         for slot in range(config.ahead):
@@ -338,28 +342,94 @@ def _unpack(words_ref):
     return go(words_ref)
 
 
-def _put(out_ref, value, token, columns, column, size, low, high):
-    """Stores the first `size` of `value [64]` to a token's columns, −inf for those that are not in `low … high`."""
+def _put(out_ref, columns, column, low, places, dot=None, weights=None, scale=None):
+    """Stores a tile's scores of a few queries from `column` on: `Σ relu(dot) · weights`, the scale's part, or −inf.
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _LAYOUT.reduce(1), *(_SCALAR,) * 5))
-    def go(_, out, value, token, column, size, low, high):
-        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
-        token, column, size, low, high = (x.registers.flat[0] for x in (token, column, size, low, high))
+    `places`: for each query its token, how many keys of the tile are stored, and before which the visible ones end; they
+    start at `low`. `dot [64, queries · heads]`, `weights [queries · heads]`, `scale [64]`; −inf alone without them.
+    """
+    given = [x for x in (dot, weights, scale) if x is not None]
+    layouts = [_LAYOUT, _LAYOUT.reduce(0), _LAYOUT.reduce(1)][: len(given)]
+    scalars = [jnp.asarray(x, jnp.int32) for x in (column, low, *(x for place in places for x in place))]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *layouts, *(_SCALAR,) * len(scalars)))
+    def go(_, out, *args):
+        i32, i64, f32 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.F32Type.get()
+        arrays, scalars = args[: len(given)], [x.registers.flat[0] for x in args[len(given) :]]
+        column, low, *rest = scalars
         row, thread = _place()
+        if arrays:
+            scores = _of_lane(_sums(*arrays[:2], len(places)), thread)
+        # Thread t of a row has query t.
+        token, size, high = rest[:3]
+        mine = arith.cmpi(arith.CmpIPredicate.slt, thread, _constant(len(places)))
+        for j in range(1, len(places)):
+            here = arith.cmpi(arith.CmpIPredicate.eq, thread, _constant(j))
+            values = zip((token, size, high), rest[3 * j : 3 * j + 3], strict=True)
+            token, size, high = (arith.select(here, new, old) for old, new in values)
         place = arith.addi(arith.extsi(i64, column), arith.extsi(i64, row))
         place = arith.addi(place, arith.muli(arith.extsi(i64, token), arith.constant(i64, columns)))
         address = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(out)), arith.muli(place, arith.constant(i64, 4)))
-        one = arith.cmpi(arith.CmpIPredicate.eq, thread, _constant(0))
-        for half, x in enumerate(value.registers.reshape(2)):
-            if isinstance(x.type, ir.VectorType):
-                x = vector.extract(x, dynamic_position=[], static_position=[0])
-            mine = arith.addi(row, _constant(8 * half))
-            less = arith.CmpIPredicate.slt
-            seen = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, mine, low), arith.cmpi(less, mine, high))
-            stored = arith.extui(ir.IntegerType.get_signless(32), arith.andi(one, arith.cmpi(less, mine, size)))
+        less = arith.CmpIPredicate.slt
+        for half in range(2):
+            key = arith.addi(row, _constant(8 * half))
+            value = arith.constant(f32, float("-inf"))
+            if arrays:
+                score = scores[half]
+                if len(arrays) == 3:
+                    score = arith.mulf(score, _element(arrays[2].registers.reshape(2)[half], 0))
+                seen = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, key, low), arith.cmpi(less, key, high))
+                value = arith.select(seen, score, value)
+            stored = arith.extui(i32, arith.andi(mine, arith.cmpi(less, key, size)))
             code = f"{{ .reg .pred p; setp.ne.u32 p, $2, 0; @p st.global.f32 [$0 + {32 * half}], $1; }}"
-            args = [address, arith.select(seen, x, arith.constant(f32, float("-inf"))), stored]
-            llvm.inline_asm(ir.Type.parse("!llvm.void"), args, code, "l,f,r", has_side_effects=True)
+            void = ir.Type.parse("!llvm.void")
+            llvm.inline_asm(void, [address, value, stored], code, "l,f,r", has_side_effects=True)
 
-    scalars = (jnp.asarray(x, jnp.int32) for x in (token, column, size, low, high))
-    go(out_ref, value, *scalars)
+    go(out_ref, *given, *scalars)
+
+
+def _element(register, i):
+    if not isinstance(register.type, ir.VectorType):
+        return register
+    return vector.extract(register, dynamic_position=[], static_position=[i])
+
+
+def _sums(dot, weights, queries):
+    """This thread's part of `Σ relu(dot) · weights` for each query and both its rows: `[queries][2]`."""
+    tiles = dot.registers.reshape(queries, -1, 2)
+    weights = weights.registers.reshape(queries, -1)
+    zero = arith.constant(ir.F32Type.get(), 0.0)
+    sums = []
+    for query, weight in zip(tiles, weights, strict=True):
+        both = [zero, zero]
+        for tile, w in zip(query, weight, strict=True):
+            for half in range(2):
+                for i in range(2):
+                    value = arith.maximumf(_element(tile[half], i), zero)
+                    both[half] = mlir_math.fma(value, _element(w, i), both[half])
+        sums.append(both)
+    return sums
+
+
+def _of_lane(sums, thread):
+    """The sums over the four threads of a row, of both its rows: thread t gets query t, and each a single one."""
+    if len(sums) == 1:
+        both = sums[0]
+        for distance in (1, 2):
+            both = [arith.addf(x, utils.shfl_bfly(x, distance)) for x in both]
+        return both
+    zero = arith.constant(ir.F32Type.get(), 0.0)
+    sums = [*sums, *([[zero, zero]] * (_LANES - len(sums)))]
+    for bit in (1, 2):
+        odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread, _constant(bit)), _constant(0))
+        joined = []
+        # A thread keeps the half of the queries that its bit says and gives the other half away.
+        for first, second in zip(sums[::2], sums[1::2], strict=True):
+            joined.append(
+                [
+                    arith.addf(arith.select(odd, b, a), utils.shfl_bfly(arith.select(odd, a, b), bit))
+                    for a, b in zip(first, second, strict=True)
+                ]
+            )
+        sums = joined
+    return sums[0]
