@@ -18,7 +18,7 @@ from dcpjax.pallas_kernels.sparse_mla_triton import has_widths
 CHOICES = {
     "sparse_mla": ("xla", "triton", "mosaic", "interpret"),
     "merge": ("xla", "triton", "interpret"),
-    "indexer": ("xla", "triton", "interpret"),
+    "indexer": ("xla", "triton", "mosaic", "interpret"),
     "topk": ("xla", "triton", "interpret"),
     "experts": ("xla", "triton", "interpret"),
     "projections": ("xla", "triton", "interpret"),
@@ -67,7 +67,8 @@ class Kernels:
             # Not "mosaic" yet where `hopper`: that module's tests have not run on a GPU, only copies of it have.
             sparse_mla="triton" if has_widths(kv_rank, rope_dim, packed) else "xla",
             merge="triton" if has_part(kv_rank) else "xla",
-            indexer="triton" if has_width(index_dim, packed) else "xla",
+            # Only Hopper's kernel keeps up with packed keys; it leaves to the other what that one does better.
+            indexer="mosaic" if has_width(index_dim, packed) else "xla",
             topk="triton",
             # By tokens and widths, which differ from step to step: see `fitting` there.
             experts="triton",

@@ -7,11 +7,17 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
+from dcpjax.pallas_kernels import indexer_scores_mosaic
+from dcpjax.pallas_kernels.indexer_scores_mosaic import MosaicConfig, scores_mosaic
 from dcpjax.pallas_kernels.indexer_scores_triton import IndexerConfig, scores_triton
 from dcpjax.pallas_kernels.records import unpack_rows
 
 _TILE_BYTES = 1 << 26
+# Tokens that share one read of the keys.
+MOST_QUERIES = 8
+_LEAST_KEYS = 2**17
 
 
 def indexer_scores(
@@ -24,7 +30,7 @@ def indexer_scores(
     *,
     visible: tuple[jax.Array | int, jax.Array] | None = None,
     queries: int | None = None,
-    config: IndexerConfig | None = None,
+    config: IndexerConfig | MosaicConfig | None = None,
     backend: str = "xla",
 ) -> jax.Array:
     """Scores `[T, P·G]` float32 of `q [T, heads, dim]` with `weight [T, heads]` float32 against a request's keys.
@@ -36,11 +42,18 @@ def indexer_scores(
     past all of them are not read. Without it nothing is masked: keys beyond a request's length give garbage, possibly
     NaN, which the caller replaces.
 
-    `backend` is "xla", "triton" or, for tests, "interpret". `queries` is the tokens that share one read of the keys
-    there: the tokens of each row when all rows have as many (default: T / B, at most 8). It decides speed alone:
-    neighbours that turn out to belong to different rows are taken in turn. Raises
-    `NotImplementedError` where the kernel does not serve these arguments.
+    `backend` is "xla", "triton", "mosaic" or, for tests, "interpret". "mosaic" is the kernel for Hopper where it serves
+    these arguments and its start is worth it, and the other one elsewhere. `queries` is the tokens that share one read of the
+    keys there: the tokens of each row when all rows have as many (default: T / B, at most 8). It decides speed alone:
+    neighbours that turn out to belong to different rows are taken in turn. Raises `NotImplementedError` where the
+    kernel does not serve these arguments.
     """
+    tokens, heads, dim = q.shape
+    if queries is None:
+        queries = min(max(tokens // pages.shape[0], 1), MOST_QUERIES)
+    served = q.dtype == jnp.bfloat16 and indexer_scores_mosaic.serves(dim, heads, pool.shape[2], pool.dtype)
+    if isinstance(config, MosaicConfig) or (backend == "mosaic" and served and pays(q, pool, pages, queries)):
+        return scores_mosaic(q, weight, pool, layer, pages, row_of, visible, queries, config)
     if backend != "xla":
         interpret = backend == "interpret"
         return scores_triton(q, weight, pool, layer, pages, row_of, visible, queries, config, interpret)
@@ -50,6 +63,12 @@ def indexer_scores(
     first, end = visible
     column = jnp.arange(score.shape[1])
     return jnp.where((column >= first) & (column < end[:, None]), score, -jnp.inf)
+
+
+def pays(q: jax.Array, pool: jax.Array, pages: jax.Array, queries: int) -> bool:
+    """Whether the kernel for Hopper is the faster one, for what `indexer_scores` is given."""
+    packed, columns = pool.dtype == jnp.uint32, pages.shape[1] * pool.shape[2]
+    return (packed or queries > 1) and pl.cdiv(q.shape[0], queries) * columns >= _LEAST_KEYS
 
 
 def _scores_xla(q, weight, pool, layer, pages, row_of):

@@ -13,8 +13,6 @@ from jax.experimental.pallas import triton as plt
 
 from dcpjax.pallas_kernels.records import GROUP
 
-MOST_QUERIES = 8
-
 
 @dataclasses.dataclass(frozen=True)
 class IndexerConfig:
@@ -44,7 +42,7 @@ def scores_triton(
     pages: jax.Array,
     row_of: jax.Array,
     visible: tuple[jax.Array | int, jax.Array] | None,
-    queries: int | None,
+    queries: int,
     config: IndexerConfig | None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -59,8 +57,6 @@ def scores_triton(
             f"index keys of {dim} values: the kernel takes powers of two from 16, packed ones of 64 and 128; use backend xla"
         )
     columns = pages.shape[1] * pool.shape[2]
-    if queries is None:
-        queries = min(max(tokens // pages.shape[0], 1), MOST_QUERIES)
     if config is None:
         config = IndexerConfig.choose(queries, -(-tokens // queries), columns, fp8)
     # A tile of several tokens needs as many places to store to.

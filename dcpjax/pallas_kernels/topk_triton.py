@@ -20,6 +20,7 @@ NO_SLOT = 2**30
 _LOWEST = -(2**31)  # the key of what is not there; below that of every score
 _LARGEST = 2**31 - 1
 _MINUS_INF, _INF = -0x7F800001, 0x7F800000  # keys
+_COARSE = 12
 _NOWHERE = 2**30  # a place that is not stored to; past the end, or the interpreter would write back what was there
 
 
@@ -167,13 +168,13 @@ def _bisect(count, low, high, least, most, slack=0):
 
     def cut(state):
         low, high, n_low, n_high, turn = state
-        # Where the counts say, as if keys lay evenly; every other time in the middle, which is never far too little. The
-        # difference is one without sign, for it may not fit.
+        # First where the counts say, as if keys lay evenly, every other time; then always in the middle, where equal keys
+        # do not mislead. The difference is one without sign, for it may not fit.
         span = high - low
         share = (n_low - least).astype(jnp.float32) / (n_low - n_high).astype(jnp.float32)
         even = jnp.clip((span.astype(jnp.float32) * share).astype(jnp.int32), 1, span - 1)
         middle = jax.lax.shift_right_logical(span, jnp.int32(1))
-        middle = low + jnp.where((span < 0) | (turn > 0), middle, even)
+        middle = low + jnp.where((span < 0) | (turn % 2 == 1) | (turn >= 8), middle, even)
         n = count(middle)
         enough = n >= least
         return (
@@ -181,7 +182,7 @@ def _bisect(count, low, high, least, most, slack=0):
             jnp.where(enough, high, middle),
             jnp.where(enough, n, n_low),
             jnp.where(enough, n_high, n),
-            1 - turn,
+            turn + 1,
         )
 
     start = low, high, most, jnp.int32(0), jnp.int32(0)
@@ -203,7 +204,10 @@ def _pivot(x_ref, pivot_ref, *, rank):
     """A score that `rank` of the sample reach, or a few more; −inf if fewer are there."""
     key = _keys(_scores(x_ref, jnp.arange(pl.next_power_of_2(x_ref.shape[0]), dtype=jnp.int32)))
     low, high, there = _range(key)
-    low, _, _ = _bisect(lambda t: _total(key >= t), low, high, jnp.int32(rank), there, max(1, rank // 32))
+    # Twenty bits are enough to tell two scores apart here; then up to one that is there, which others may equal.
+    low, high = low >> _COARSE, (high >> _COARSE) + 1
+    low, _, _ = _bisect(lambda t: _total(key >= t << _COARSE), low, high, jnp.int32(rank), there, max(1, rank // 32))
+    low = jnp.min(jnp.where(key >= low << _COARSE, key, _LARGEST))
     pivot_ref[0] = jnp.where(there > rank, _score(low), -jnp.inf)
 
 
