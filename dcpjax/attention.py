@@ -105,8 +105,9 @@ def _own_rows(slots: jax.Array, pool: Pool, batch: ForwardBatch) -> tuple[jax.Ar
     layout = pool.layout
     place = pool_slots(layout, batch.pages, batch.row_of[:, None], jnp.where(slots == NO_SLOT, -1, slots))
     mine = (place != layout.nowhere) & (layout.owner(place) == collectives.rank(layout))
-    rows = jnp.sort(jnp.where(mine, layout.row(place), layout.num_rows), axis=1)
-    return rows, jnp.sum(mine, axis=1, dtype=jnp.int32)
+    rows = jnp.where(mine, layout.row(place), layout.num_rows)
+    # Where one rank has all, slots come first in their own order already, and a sort costs as much as their selection.
+    return jnp.sort(rows, axis=1) if layout.shards > 1 else rows, jnp.sum(mine, axis=1, dtype=jnp.int32)
 
 
 def attend(

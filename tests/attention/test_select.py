@@ -116,7 +116,7 @@ def test_inv_15_each_selected_slot_is_kept_by_one_rank(geometry):
         for slot in slots:
             rank, offset = divmod(int(column[slot % PAGE]), layout.page_rows)
             want[rank].append(int(pages[b, slot // PAGE]) * layout.page_rows + offset)
-        assert kept == [sorted(rows) for rows in want]
+        assert [sorted(rows) for rows in kept] == [sorted(rows) for rows in want]
         assert sum(map(len, kept)) == len(slots)
         # What is not kept can not be read by mistake either.
         assert all((rows[rank, b, count[rank, b] :] == layout.num_rows).all() for rank in range(layout.shards))
