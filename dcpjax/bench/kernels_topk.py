@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from dcpjax.bench.chain import READ_CEILING, Case
-from dcpjax.pallas_kernels.topk import merge_candidates, topk_slots
+from dcpjax.pallas_kernels.topk import TopkConfig, merge_candidates, topk_slots
 
 TOPK = 2048
 SHAPES = tuple((b, length) for b in (1, 16, 64) for length in (2**15, 2**17, 2**20))
-PASSES = 7
+PASSES, LAUNCHES = 2, 5
 
 
 def cases(
     shapes: tuple[tuple[int, int], ...] = SHAPES,
-    merges: tuple[tuple[int, int], ...] = ((1, 2), (16, 2), (64, 2), (16, 8)),
+    merges: tuple[tuple[int, int], ...] = tuple((b, ranks) for ranks in (2, 8) for b in (1, 16, 64)),
     arms: tuple[str, ...] = ("triton", "xla"),
 ) -> list[Case]:
     """One for every number of rows, length and arm; and for the merge of some rows' candidates from some ranks."""
@@ -37,7 +37,9 @@ def cases(
 
             nbytes, shape = 8 * count * ranks * TOPK, {"rows": count, "ranks": ranks}
             inputs = functools.partial(_candidates, count, ranks)
-            found.append(Case("topk merge", arm, shape, merge, inputs, nbytes, 2 * _predicted(nbytes / 2), _calls(arm)))
+            found.append(
+                Case("topk merge", arm, shape, merge, inputs, nbytes, _merge_predicted(count, ranks), _calls(arm))
+            )
     return found
 
 
@@ -46,9 +48,15 @@ def _calls(arm: str) -> int:
 
 
 def _predicted(nbytes: float) -> float:
-    """Passes over the scores, from the cache where they fit (three times as fast), and 3 µs a launch."""
+    """Two passes over the scores, from the cache where they fit (three times as fast), and 3 µs a launch."""
     rate = READ_CEILING * (3 if nbytes < 40e6 else 1)
-    return PASSES * (3 + nbytes / rate * 1e6)
+    return LAUNCHES * 3 + PASSES * nbytes / rate * 1e6
+
+
+def _merge_predicted(count: int, ranks: int) -> float:
+    """Few candidates are selected in one launch, of 8 µs, others as scores are; then 13 µs for a sort of the slots."""
+    columns = ranks * TOPK
+    return 13 + (8 if columns <= TopkConfig().room else _predicted(4 * count * columns))
 
 
 def _scores(count: int, length: int) -> tuple[jax.Array]:
