@@ -70,10 +70,12 @@ def select(
             packed = jnp.stack([jax.lax.bitcast_convert_type(score, jnp.int32), slots])
             packed = collectives.gather_ranks(packed, axis=2)
             score = jax.lax.bitcast_convert_type(packed[0], jnp.float32)
-            slots = merge_candidates(score, packed[1], topk, backend=kernels.topk)
+            found = merge_candidates(score, packed[1], topk, backend=kernels.topk)
+            # Rows are sorted anyway; whoever does not look at slots does not pay for theirs.
+            slots = jnp.sort(found, axis=1)
         else:
-            slots = topk_slots(score, slot, topk, backend=kernels.topk)
-        rows, count = _own_rows(slots, latent, batch)
+            found = slots = topk_slots(score, slot, topk, backend=kernels.topk)
+        rows, count = _own_rows(found, latent, batch)
         return slots, rows[None], count[None]
 
     ranks = "ranks" if latent.layout.shards > 1 else None

@@ -27,7 +27,7 @@ CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """An implementation for each operation: "xla" everywhere, "triton" on GPUs, "interpret" for tests.
+    """An implementation for each operation: "xla" everywhere, "triton" on GPUs, "mosaic" on Hopper, "interpret" for tests.
 
     sparse_mla: attention over selected rows; "mosaic" is for Hopper, where it is ahead of "triton", which serves the rest.
     merge: the sum of ranks' parts after an all-to-all. indexer, topk: scores and selection. experts: routed experts.
@@ -106,7 +106,7 @@ class Kernels:
         weights loaded. Raises `ConfigError`."""
         for name in CHOICES:
             asked = getattr(self, name)
-            if asked == "triton" and platform not in ("gpu", "cuda"):
+            if asked in ("triton", "mosaic") and platform not in ("gpu", "cuda"):
                 raise ConfigError(
                     f"kernels: {name} {asked!r} runs on NVIDIA GPUs, these devices are {platform}; use 'xla'"
                 )

@@ -54,9 +54,9 @@ def _predicted(nbytes: float) -> float:
 
 
 def _merge_predicted(count: int, ranks: int) -> float:
-    """Few candidates are selected in one launch, of 8 µs, others as scores are; then 13 µs for a sort of the slots."""
+    """Few candidates are selected in one launch, of 8 µs, others as scores are."""
     columns = ranks * TOPK
-    return 13 + (8 if columns <= TopkConfig().room else _predicted(4 * count * columns))
+    return 8 if columns <= TopkConfig().room else _predicted(4 * count * columns)
 
 
 def _scores(count: int, length: int) -> tuple[jax.Array]:

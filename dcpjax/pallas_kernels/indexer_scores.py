@@ -52,7 +52,7 @@ def indexer_scores(
     if queries is None:
         queries = min(max(tokens // pages.shape[0], 1), MOST_QUERIES)
     served = q.dtype == jnp.bfloat16 and indexer_scores_mosaic.serves(dim, heads, pool.shape[2], pool.dtype)
-    if isinstance(config, MosaicConfig) or (backend == "mosaic" and served and pays(q, pool, pages, queries)):
+    if isinstance(config, MosaicConfig) or (backend == "mosaic" and served and _pays(q, pool, pages, queries)):
         return scores_mosaic(q, weight, pool, layer, pages, row_of, visible, queries, config)
     if backend != "xla":
         interpret = backend == "interpret"
@@ -65,7 +65,7 @@ def indexer_scores(
     return jnp.where((column >= first) & (column < end[:, None]), score, -jnp.inf)
 
 
-def pays(q: jax.Array, pool: jax.Array, pages: jax.Array, queries: int) -> bool:
+def _pays(q: jax.Array, pool: jax.Array, pages: jax.Array, queries: int) -> bool:
     """Whether the kernel for Hopper is the faster one, for what `indexer_scores` is given."""
     packed, columns = pool.dtype == jnp.uint32, pages.shape[1] * pool.shape[2]
     return (packed or queries > 1) and pl.cdiv(q.shape[0], queries) * columns >= _LEAST_KEYS

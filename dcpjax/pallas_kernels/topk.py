@@ -40,14 +40,12 @@ def topk_slots(
 def merge_candidates(
     score: jax.Array, slot: jax.Array, k: int, *, config: TopkConfig | None = None, backend: str = "xla"
 ) -> jax.Array:
-    """The best `k` slots `[T, k']` int32 of candidates `[T, C]` from all ranks, ascending; `NO_SLOT` fills the rest.
+    """The best `k` slots `[T, k']` int32 of candidates `[T, C]` from all ranks, in any order, and `NO_SLOT` for the rest.
 
     `score` float32 and `slot` int32 are what `topk_candidates` gave, side by side.
     """
     k = min(k, score.shape[1])
     if backend == "xla":
         order = jnp.where(slot == NO_SLOT, jnp.inf, -canonical(score))
-        slot = jax.lax.sort((order, slot), num_keys=2)[1][:, :k]
-    else:
-        slot = select_triton(score, slot, k, config, backend == "interpret")[1]
-    return jnp.sort(slot, axis=1)
+        return jax.lax.sort((order, slot), num_keys=2)[1][:, :k]
+    return select_triton(score, slot, k, config, backend == "interpret")[1]
