@@ -67,8 +67,8 @@ class Kernels:
             # Not "mosaic" yet where `hopper`: that module's tests have not run on a GPU, only copies of it have.
             sparse_mla="triton" if has_widths(kv_rank, rope_dim, packed) else "xla",
             merge="triton" if has_part(kv_rank) else "xla",
-            # Only Hopper's kernel keeps up with packed keys; it leaves to the other what that one does better.
-            indexer="mosaic" if has_width(index_dim, packed) else "xla",
+            # Hopper's kernel keeps up with packed keys; it leaves to the other what that one does better.
+            indexer=("mosaic" if hopper else "triton") if has_width(index_dim, packed) else "xla",
             topk="triton",
             # By tokens and widths, which differ from step to step: see `fitting` there.
             experts="triton",
@@ -116,6 +116,8 @@ class Kernels:
                     *OWN_WIDTHS
                 )
             )
+        if self.indexer == "mosaic" and not hopper:
+            raise ConfigError("kernels: indexer 'mosaic' runs on Hopper GPUs, which these are not; use 'triton'")
         stored = "packed " if packed else ""
         for name, rows, serves in (
             ("sparse_mla", f"{stored}rows of {kv_rank} and {rope_dim} values", has_widths(kv_rank, rope_dim, packed)),
