@@ -67,8 +67,7 @@ class Kernels:
             # Not "mosaic" yet where `hopper`: that module's tests have not run on a GPU, only copies of it have.
             sparse_mla="triton" if has_widths(kv_rank, rope_dim, packed) else "xla",
             merge="triton" if has_part(kv_rank) else "xla",
-            # Hopper's kernel keeps up with packed keys; it leaves to the other what that one does better.
-            indexer=("mosaic" if hopper else "triton") if has_width(index_dim, packed) else "xla",
+            indexer="triton" if has_width(index_dim, packed) else "xla",
             topk="triton",
             # By tokens and widths, which differ from step to step: see `fitting` there.
             experts="triton",

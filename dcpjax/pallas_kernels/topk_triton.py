@@ -36,9 +36,9 @@ class TopkConfig:
     held: int = 4096
     sample: int = 4096
     chunk: int = 4096
-    lanes: int = 2048
-    warps: int = 8
-    warps_held: int = 16
+    lanes: int = 1024
+    warps: int = 4
+    warps_held: int = 8
 
     def __post_init__(self):
         sizes = (self.room, self.held, self.sample, self.chunk, self.lanes)
@@ -53,10 +53,9 @@ class TopkConfig:
         chunk = 2**13
         while chunk > 1024 and rows * pl.cdiv(columns, chunk) < 512:
             chunk //= 2
-        lanes = min(chunk, 2048)
         # Of a long row few of the sample are among the best, so that the list must be longer to be safe.
         size = 8192 if columns > 2**18 else 4096
-        return cls(held=size, sample=size, chunk=chunk, lanes=lanes, warps=lanes // 256)
+        return cls(held=size, sample=size, chunk=chunk)
 
 
 def select_triton(

@@ -27,8 +27,7 @@ def test_hopper_has_a_kernel_of_its_own():
     for other in (where, ("gpu", jnp.bfloat16, 256, 64, 128, False, True)):
         with pytest.raises(ConfigError, match="sparse_mla 'mosaic' runs on Hopper GPUs, for rows of 512 and 64 values"):
             Kernels.chosen(own, *other)
-    assert Kernels.for_platform(*where[:-1], hopper=True).indexer == "mosaic"
-    assert Kernels.for_platform(*where).indexer == "triton"
+    assert Kernels.chosen({"indexer": "mosaic"}, *where, True).indexer == "mosaic"
     with pytest.raises(ConfigError, match="indexer 'mosaic' runs on Hopper GPUs, which these are not"):
         Kernels.chosen({"indexer": "mosaic"}, *where)
     assert abstract_plan(platform="cuda").hopper
