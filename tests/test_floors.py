@@ -216,6 +216,12 @@ def test_importing_starts_no_backend():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_server_parts_without_jax():
+    """What `dcpjax.serve` imports before its two processes part: threads of JAX would be in one of them alone."""
+    command = [sys.executable, "-c", "import sys, dcpjax.serve; sys.exit('jax' in sys.modules)"]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
 # The walk itself, on small sources: a rule that sees nothing would pass everything.
 
 
