@@ -19,6 +19,10 @@ from dcpjax.text import Needle, Tokenizer
 
 # Blanks between the parts of JSON text are not needed, and a weak model writes them for ever.
 _JSON_FORM = {"whitespace_flexible": False}
+# Compiling takes a tenth of a second for a thousand.
+_MOST_CHOICES = 10_000
+# Bytes that must come next are not looked for ahead of time: of `/a+/ /a+/`, whose first part takes every a, that has no end.
+_NOTHING_AHEAD = '%llguidance {"no_forcing": true}\n'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,22 +71,31 @@ class Grammars:
         """One of these texts. Raises `RequestError` that names `param`."""
         if not choices or not all(isinstance(choice, str) and choice for choice in choices):
             raise RequestError(f"{param}: give a list of strings, none of them empty")
-        return self.lark("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices), param)
+        if len(choices) > _MOST_CHOICES:
+            raise RequestError(f"{param}: {len(choices):,} choices, at most {_MOST_CHOICES:,} are allowed")
+        texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+        return self._checked(llguidance.LLMatcher.grammar_from_lark("start: " + texts), param)
 
     def lark(self, source: str, param: str) -> "Grammar":
         """A Lark grammar, whose first rule is `start`; tokens are named by id, as `<[1234]>`. Raises `RequestError`."""
-        return self._checked(llguidance.LLMatcher.grammar_from_lark(source), param)
+        return self._checked(llguidance.LLMatcher.grammar_from_lark(_NOTHING_AHEAD + source), param)
 
     def _checked(self, source: str, param: str) -> "Grammar":
         with self._lock:  # of those that come first, one makes the tokenizer
             inner = self._vocabulary.inner
         words = llguidance.LLMatcher.validate_grammar(source, inner)
         if words and not words.startswith("WARNING"):
-            raise RequestError(f"{param}: {' '.join(words.split())[:300]}")
+            raise _refused(words, param)
         matcher = llguidance.LLMatcher(inner, source, log_level=0)
         if matcher.is_error():
-            raise RequestError(f"{param}: {' '.join(matcher.get_error().split())[:300]}")
+            raise _refused(matcher.get_error(), param)
         return Grammar(matcher, self._vocabulary)
+
+
+def _refused(words: str, param: str) -> RequestError:
+    if words.startswith("panic"):  # for the library's authors; what it does at its limits
+        return RequestError(f"{param}: the grammar is too large or too deep")
+    return RequestError(f"{param}: {' '.join(words.split())[:300]}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,6 +32,9 @@ def main(
 ) -> int:
     """Serves until a signal; returns the exit code. `make_llm`: makes the model from the arguments of `LLM`, instead of
     the engine that the line names. `start`: makes the engine's process, see `lifetime.serve`."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the end
     # In either process no thread must wait five milliseconds for the interpreter.
     sys.setswitchinterval(0.0005)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)

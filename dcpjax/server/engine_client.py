@@ -78,7 +78,11 @@ class EngineClient:
 
     def stalled(self, seconds: float) -> bool:
         """Whether there are requests, but no step has ended for so long."""
-        return self._num_live > 0 and time.monotonic() - self._last_news > seconds
+        return self._has_work and time.monotonic() - self._last_news > seconds
+
+    @property
+    def _has_work(self) -> bool:
+        return self._num_live + self._num_entering > 0
 
     @property
     def full(self) -> bool:
@@ -105,6 +109,8 @@ class EngineClient:
                 None,
                 {"Retry-After": "1"},
             )
+        if not self._has_work:
+            self._last_news = time.monotonic()  # nothing was to be heard of an idle engine
         number = self._next()
         ticket = Ticket(self, number, len(jobs), name, self._limits)
         self._open[number] = ticket
@@ -138,20 +144,20 @@ class EngineClient:
 
         Function and arguments must be such that they can be pickled. Raises `ApiError` if the engine is dead, or dies of it.
         """
-        return await self._ask(function, arguments, aside=False)
+        return await self._ask(function, arguments, None)
 
-    async def ask_aside[T](self, function: Callable[..., T], *arguments: Any) -> T:
+    async def ask_aside[T](self, function: Callable[..., T], *arguments: Any, threads: str = "aside") -> T:
         """The same, in another thread of the engine process: the engine goes on meanwhile, and the answer does not wait
-        for its step. Raises what `function` raises, too."""
-        return await self._ask(function, arguments, aside=True)
+        for its step. threads: see `Ask`. Raises what `function` raises, too."""
+        return await self._ask(function, arguments, threads)
 
-    async def _ask(self, function: Callable[..., Any], arguments: tuple, aside: bool) -> Any:
+    async def _ask(self, function: Callable[..., Any], arguments: tuple, threads: str | None) -> Any:
         if self.dead:
             raise _death()
         number = self._next()
         done = self._questions[number] = self.loop.create_future()
-        self._send(Ask(number, function, arguments, aside))
         try:
+            self._send(Ask(number, function, arguments, threads))
             return await done
         finally:
             del self._questions[number], done  # an error that it raises knows this frame

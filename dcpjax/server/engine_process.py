@@ -4,6 +4,7 @@ It is forked before the front has threads or a loop, so that it begins with all 
 front says so or is gone; the signals that end a server are the front's.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -25,8 +26,10 @@ class EngineProcess:
 
     def __init__(self, work: Callable[[Channel], int]):
         self.end, theirs = socket.socketpair()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
+        if threading.current_thread() is threading.main_thread():
+            # Whoever started us may have had its children's ends ignored, and that is handed on.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._code: int | None = None  # once it has ended
         self._pid = os.fork()
         if self._pid == 0:
@@ -44,7 +47,10 @@ class EngineProcess:
         """Whether it ends within so many seconds."""
         limit = time.monotonic() + seconds
         while self._code is None:
-            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+            except ChildProcessError:  # somebody else was told
+                pid, status = self._pid, 1 << 8
             if pid:
                 self._code = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > limit:
@@ -78,9 +84,15 @@ def _be(work: Callable[[Channel], int], end: socket.socket) -> NoReturn:
     except BaseException:
         log.exception("the engine process failed")
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         os._exit(code)  # without what the front has registered for its own end
+
+
+def flush() -> None:
+    """Both of the standard streams, if somebody still reads them."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 class Pipe:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dcpjax.engine import EngineCore
 from dcpjax.errors import DcpjaxError
 from dcpjax.grammar import Grammars, Vocabulary
+from dcpjax.host.request import Grammar
 from dcpjax.layout import CacheLayout
 from dcpjax.server.device_metrics import DeviceMetrics
 from dcpjax.server.engine_loop import EngineLoop, ReadyJob
@@ -29,8 +30,8 @@ log = logging.getLogger("dcpjax.server")
 
 # Between two looks for cycles; what a request leaves is freed without them.
 _NEW_OBJECTS = 50_000
-# Questions that are answered at a time without waiting for the engine.
-_ASIDE = 4
+# Questions that are answered at a time without waiting for the engine, and forms of answers that are compiled.
+_ASIDE, _FORMS = 4, 2
 
 
 class EngineSide:
@@ -58,7 +59,12 @@ class EngineSide:
         self.rules = RulesMaker(Grammars(vocabulary), llm.tokenizer, self.metrics.masked)
         self.profiler = Profiler()
         self._loop = EngineLoop(llm, self.metrics, self.watch, tell)
-        self._aside = concurrent.futures.ThreadPoolExecutor(_ASIDE, "aside")
+        self._threads = {
+            "aside": concurrent.futures.ThreadPoolExecutor(_ASIDE, "aside"),
+            "forms": concurrent.futures.ThreadPoolExecutor(_FORMS, "forms"),
+        }
+        self._lock = threading.Lock()
+        self._late: dict[int, list[Any]] = {}  # tickets whose rules are being made → what was said of them since
 
     @property
     def engine(self) -> EngineCore:
@@ -75,30 +81,56 @@ class EngineSide:
         self._loop.run()
 
     def hear(self, message: Any) -> None:
-        """Takes a message of the front; in a thread of its own, so that none of this is the loop's work."""
+        """Takes a message of the front; in a thread of its own, so that none of this is the loop's work, and none of it takes
+        long: the messages of all others are behind it."""
         loop = self._loop
         match message:
+            case Add(ticket, jobs, whole) if any(job.rules is not None for job in jobs):
+                with self._lock:
+                    self._late[ticket] = []
+                self._threads["forms"].submit(self._add, message)
             case Add(ticket, jobs, whole):
-                try:
-                    made = [self._ready(job) for job in jobs]
-                except Exception as error:  # noqa: BLE001 - it must not end the others
-                    loop.call(lambda error=error: loop.refuse(ticket, len(jobs), error))
-                    return
+                made = [self._ready(job, None) for job in jobs]
                 loop.call(lambda: loop.add(ticket, made, whole))
-            case Drop(ticket):
-                loop.call(lambda: loop.drop(ticket))
-            case Cut(ticket):
-                loop.call(lambda: loop.cut(ticket))
-            case Ask(number, function, arguments, True):
-                self._aside.submit(self._answer, number, function, arguments)
-            case Ask(number, function, arguments):
+            case Drop() | Cut():
+                self._end(message)
+            case Ask(number, function, arguments, None):
                 # What fails here may have left the engine between two states: that ends it.
                 loop.call(lambda: self._tell(Told(number, function(self, *arguments), None)))
+            case Ask(number, function, arguments, threads):
+                self._threads[threads].submit(self._answer, number, function, arguments)
             case Stop():
                 loop.stop()
 
-    def _ready(self, job: Job) -> ReadyJob:
-        grammar = None if job.rules is None else self.rules.make(job.rules)
+    def _add(self, message: Add) -> None:
+        """Adds jobs with rules, which may have to be compiled again."""
+        loop, (ticket, jobs, whole) = self._loop, message
+        try:
+            made = list(map(self._ready, jobs, self.rules.make([job.rules for job in jobs])))
+            loop.call(lambda: loop.add(ticket, made, whole))
+        except Exception as error:  # noqa: BLE001 - it must not end the others
+            loop.call(lambda error=error: loop.refuse(ticket, len(jobs), error))
+        with self._lock:
+            for later in self._late.pop(ticket):
+                self._end_now(later)
+
+    def _end(self, message: Drop | Cut) -> None:
+        """Ends a ticket or all of them, whether they are in the engine or on their way."""
+        with self._lock:
+            late = self._late.get(message.ticket)
+            if late is not None:
+                late.append(message)
+                return
+            if message.ticket is None:
+                for ticket, messages in self._late.items():
+                    messages.append(Cut(ticket))
+            self._end_now(message)
+
+    def _end_now(self, message: Drop | Cut) -> None:
+        end = self._loop.drop if isinstance(message, Drop) else self._loop.cut
+        self._loop.call(lambda: end(message.ticket))
+
+    def _ready(self, job: Job, grammar: Grammar | None) -> ReadyJob:
         return ReadyJob(job, job.prompt.tolist(), grammar, self.engine.page_keys(job.prompt, job.cache_salt))
 
     def _answer(self, number: int, function: Callable, arguments: tuple) -> None:

@@ -12,6 +12,7 @@ import os
 import pathlib
 import signal
 import socket
+import ssl
 import stat
 import sys
 import time
@@ -24,7 +25,7 @@ from dcpjax.errors import ConfigError
 from dcpjax.server.app import make_app
 from dcpjax.server.connection import Connection
 from dcpjax.server.engine_client import EngineClient, LoadError
-from dcpjax.server.engine_process import EngineProcess
+from dcpjax.server.engine_process import EngineProcess, flush
 from dcpjax.server.engine_side import Channel, settle_memory, work
 from dcpjax.server.service import Phase, Service
 
@@ -73,7 +74,8 @@ def serve(
     `load` runs in the process that `start` makes, and returns a model that is ready to use. Raises `ConfigError` if the
     address is taken.
     """
-    # First of all: it is a fork.
+    _check_certificate(listen)
+    # Before all else: it is a fork.
     with start(lambda channel: work(load, service.options, channel)) as process:
         listener = _listen(listen)
         config = uvicorn.Config(
@@ -140,7 +142,8 @@ class _Lifetime:
         settle_memory()
         self._service.open(model, engine)
         name, seconds = self._service.served.name, time.monotonic() - start
-        print(f"Ready: {self._address()} (model {name}, {seconds:.1f} s)", flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it
+            print(f"Ready: {self._address()} (model {name}, {seconds:.1f} s)", flush=True)
         return 0
 
     def _died(self) -> None:
@@ -186,9 +189,20 @@ class _Lifetime:
     def _exit(self, code: int) -> NoReturn:
         """Ends both processes now, whatever they do."""
         self._process.kill()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         os._exit(code)
+
+
+def _check_certificate(listen: Listen) -> None:
+    if listen.certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(listen.certfile, listen.keyfile)
+    except OSError as error:  # so are the library's own
+        raise ConfigError(
+            f"--ssl-certfile {listen.certfile} and --ssl-keyfile {listen.keyfile} cannot be used: {error.strerror or error}; "
+            "give a certificate in PEM and its key"
+        ) from None
 
 
 def _listen(listen: Listen) -> socket.socket:
@@ -202,7 +216,7 @@ def _listen(listen: Listen) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {place}: {error.strerror}; choose another --host, --port or --uds"
+            f"cannot listen on {place}: {error.strerror or error}; choose another --host, --port or --uds"
         ) from None
 
 

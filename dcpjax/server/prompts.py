@@ -75,8 +75,14 @@ def text_size(body: ChatBody | TokenizeBody) -> int:
                 for part in content
                 if isinstance(part, dict) and isinstance(part.get("text"), str)
             )
-    for value in (body.tools, [m.get("tool_calls") for m in body.messages if m.get("tool_calls")]):
-        size += len(orjson.dumps(value)) if value else 0
+    for field, value in (
+        ("tools", body.tools),
+        ("messages", [m["tool_calls"] for m in body.messages if m.get("tool_calls")]),
+    ):
+        try:
+            size += len(orjson.dumps(value)) if value else 0
+        except TypeError:  # so says the encoder of what is deeper than it goes
+            raise ApiError(400, f"{field}: nested too deeply", field) from None
     return size
 
 

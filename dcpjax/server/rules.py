@@ -56,14 +56,25 @@ class RulesMaker:
         """Compiles `form`. Raises `ApiError` or `RequestError` if that cannot be done."""
         self._grammar(form)
 
-    def make(self, wish: RulesWish) -> host.Grammar:
-        """The rules of one choice."""
-        parts: list[Any] = [] if wish.form is None else [self._grammar(wish.form).rules(wish.begins_after)]
+    def make(self, wishes: Sequence[RulesWish | None]) -> list[host.Grammar | None]:
+        """The rules of each choice, None where nothing is wished. Choices of a request share their wish."""
+        grammars: dict[int, Grammar] = {}
+        for wish in wishes:
+            if wish is not None and wish.form is not None and id(wish) not in grammars:
+                grammars[id(wish)] = self._grammar(wish.form)
+        return [None if wish is None else self._rules(wish, grammars.get(id(wish))) for wish in wishes]
+
+    def _rules(self, wish: RulesWish, grammar: Grammar | None) -> host.Grammar:
+        parts: list[Any] = [] if grammar is None else [grammar.rules(wish.begins_after)]
         parts += [BadWords(wish.bad_words)] if wish.bad_words else []
         return _Timed(AllOf(*parts) if len(parts) > 1 else parts[0], self._tell)
 
     def _grammar(self, form: Form) -> Grammar:
-        return self._compiled(form.field, form.kind, orjson.dumps(form.value))
+        try:
+            text = orjson.dumps(form.value)
+        except TypeError:  # so says the encoder of what is deeper than it goes
+            raise RequestError(f"{form.field}: nested too deeply") from None
+        return self._compiled(form.field, form.kind, text)
 
     def _compile(self, field: str, kind: str, text: bytes) -> Grammar:
         value, grammars = orjson.loads(text), self._grammars

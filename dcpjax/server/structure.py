@@ -24,7 +24,7 @@ async def rules_of(body: SamplingBody, served: Served, thinking: bool) -> RulesW
         return None
     form = _only(forms, served)
     if form is not None:
-        await served.engine.ask_aside(check_form, form)
+        await served.engine.ask_aside(check_form, form, threads="forms")
     words = await asyncio.to_thread(_bad_words, body, served) if body.bad_words else []
     if form is not None:
         for field in ("min_tokens", "ignore_eos", "allowed_token_ids"):

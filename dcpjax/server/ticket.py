@@ -1,11 +1,12 @@
 """The jobs of one HTTP request, as the front sees them: whether they run, and what is new of them.
 
-A ticket keeps what a slow reader has not taken as one merged update a choice, so its memory is bounded by the text and
+A ticket keeps what a slow reader has not taken as a few merged updates a choice, so its memory is bounded by the text and
 the engine never waits for a client.
 """
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -88,7 +89,7 @@ class Ticket:
         self._begun: set[int] = set()  # jobs that brought something
         self._timer = None if limits.timeout is None else engine.loop.call_later(limits.timeout, self._expire)
         self._accepted: asyncio.Future[None] | None = engine.loop.create_future()
-        self._updates: dict[int, Update] = {}
+        self._updates: dict[int, list[Update]] = {}  # each longer than the next, so that merging copies little
         self._awake = False  # there is something to read
         self._waiter: asyncio.Future[None] | None = None  # of the reader
         self._error: Exception | None = None
@@ -127,7 +128,8 @@ class Ticket:
         self._awake = False
         if not self._updates and self._error is not None:
             raise self._error
-        updates, self._updates = list(self._updates.values()), {}
+        updates = [functools.reduce(Update.then, parts) for parts in self._updates.values()]
+        self._updates = {}
         for update in updates:
             self._left -= update.finish_reason is not None
         if not self._left:
@@ -163,10 +165,17 @@ class Ticket:
     def deliver(self, update: Update) -> bool:
         """Something is new of one job; wakes the reader once there is enough. Returns whether that was all."""
         index, finished = update.index, update.finish_reason is not None
-        earlier = self._updates.get(index)
-        update = self._updates[index] = update if earlier is None else earlier.then(update)
+        parts = self._updates.setdefault(index, [])
+        while parts and len(parts[-1].token_ids) <= len(update.token_ids):
+            update = parts.pop().then(update)
+        parts.append(update)
         self._running -= finished
-        if finished or len(update.token_ids) >= self._interval or index not in self._begun:
+        if (
+            finished
+            or index not in self._begun
+            or self._interval <= 1
+            or sum(len(part.token_ids) for part in parts) >= self._interval
+        ):
             self._begun.add(index)
             self._wake()
         return not self._running

@@ -60,13 +60,13 @@ class Cut(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """To be answered with what `function(side, *arguments)` gives. aside: at once, in a thread of its own, whatever the
-    engine does; else between two steps."""
+    """To be answered with what `function(side, *arguments)` gives. threads: which of the engine side's do that, whatever the
+    engine does: "aside", or "forms" for what may take seconds; None: between two steps."""
 
     number: int
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    aside: bool
+    threads: str | None
 
 
 class Stop(NamedTuple):

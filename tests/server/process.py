@@ -59,11 +59,7 @@ class ServerProcess:
 
     def processes(self) -> list[int]:
         """Ids of the front and of the engine's process."""
-        front = self.process.pid
-        parents = {
-            file.parent.name: file.read_text().rpartition(")")[2].split()[1] for file in PROC.glob("[0-9]*/stat")
-        }
-        return [front, *(int(pid) for pid, parent in parents.items() if parent == str(front))]
+        return [self.process.pid, *children(self.process.pid)]
 
     def wait(self, seconds: float = 15) -> int:
         """The exit code."""
@@ -83,6 +79,12 @@ class ServerProcess:
             reader.join(5)
         self.process.stdout.close()
         self.process.stderr.close()
+
+
+def children(front: int) -> list[int]:
+    """Ids of a process's own."""
+    parents = {file.parent.name: file.read_text().rpartition(")")[2].split()[1] for file in PROC.glob("[0-9]*/stat")}
+    return [int(pid) for pid, parent in parents.items() if parent == str(front)]
 
 
 class EchoProcess(ServerProcess):

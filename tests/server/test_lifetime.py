@@ -5,13 +5,15 @@ import os
 import pathlib
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import httpx
 import pytest
 
-from tests.server.process import ServerProcess, events, metric, wait_for
+from tests.server.process import ROOT, ServerProcess, children, events, metric, wait_for
 
 BODY = {"prompt": "SLOW", "max_tokens": 60}
 
@@ -183,6 +185,36 @@ def test_the_engines_process_may_be_killed():
             whole.status_code == 500 and whole.json()["error"]["message"] == events(stream.text)[-1]["error"]["message"]
         )
         assert server.wait() == 1 and "ended by signal 9 (SIGKILL)" in "".join(server.stderr)
+
+
+def test_a_start_script_may_have_closed_and_ignored_what_it_likes():
+    """Its standard streams, and the ends of its children, which `exec` hands on."""
+    port = free_port()
+    command = f"trap '' CHLD; exec {sys.executable} -m tests.server.fake_serve --port {port} <&- >&- 2>&-"
+    server = subprocess.Popen(["bash", "-c", command], cwd=ROOT)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            wait_for(lambda: ready(client))
+            (engine,) = children(server.pid)
+            os.kill(engine, signal.SIGKILL)
+            assert server.wait(15) == 1
+    finally:
+        server.kill()
+        server.wait()
+
+
+def ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_a_bad_certificate_is_one_line(tmp_path):
+    (tmp_path / "x.pem").write_text("none")
+    flags = ["--ssl-certfile", str(tmp_path / "x.pem"), "--ssl-keyfile", str(tmp_path / "x.pem")]
+    with ServerProcess(*flags, wait=False) as server:
+        assert server.wait() == 2 and len(server.stderr) == 1 and "give a certificate in PEM" in server.stderr[0]
 
 
 def test_nothing_is_left_of_either_process_when_the_other_is_killed():

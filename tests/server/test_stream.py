@@ -145,6 +145,23 @@ def test_a_reader_that_is_cancelled_loses_nothing():
     assert asyncio.run(run()) == [update("a")]
 
 
+def test_what_nobody_reads_is_merged_into_few():
+    """Else a slow reader's text would be copied with every token of it."""
+
+    async def run():
+        ticket, most = Ticket(Engine(), 1, 1, "", TicketLimits()), 0
+        for number in range(1000):
+            ticket.deliver(update(f"{number},"))
+            most = max(most, len(ticket._updates[0]))
+        ticket.deliver(update("end", "stop"))
+        (merged,) = await ticket.news()
+        assert merged.text == "".join(f"{number}," for number in range(1000)) + "end"
+        assert len(merged.token_ids) == 1001 and merged.finish_reason == "stop" and ticket.over
+        assert most <= 10
+
+    asyncio.run(run())
+
+
 def test_frames_that_differ_in_a_text():
     def event(text: str) -> dict:
         return {"id": "x", "delta": {"reasoning": text, "reasoning_content": text}, "more": [None, 1]}

@@ -210,6 +210,31 @@ def test_refusals_have_the_compilers_words(client, wish, param):
     assert len(response.json()["error"]["message"]) < 500
 
 
+def test_a_part_that_takes_everything_stops_nobody(client):
+    """What must come next is not looked for without end."""
+    body = {"prompt": "aaaa", "max_tokens": 5, "structured_outputs": {"grammar": "start: /a+/ /a+/"}}
+    (choice,) = client.post(COMPLETIONS, json=body).json()["choices"]
+    assert choice["text"] and set(choice["text"]) == {"a"}
+
+
+def test_what_is_too_deep_or_too_much_is_refused(client):
+    deep = {"type": "object"}
+    for _ in range(300):
+        deep = {"type": "object", "properties": {"a": deep}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    for path, body, word in (
+        (COMPLETIONS, {"prompt": "x", "structured_outputs": {"json": deep}}, "too deep"),
+        (
+            COMPLETIONS,
+            {"prompt": "x", "structured_outputs": {"choice": list(map(str, range(10_001)))}},
+            "at most 10,000",
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": tools}, "too deep"),
+    ):
+        response = client.post(path, json=body)
+        assert response.status_code == 400 and word in response.json()["error"]["message"], response.text
+
+
 def test_tokens_by_id(client):
     choice = complete(client, "Hi there", logprobs=0, return_tokens_as_token_ids=True, return_token_ids=True)
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in choice["token_ids"]]
@@ -240,4 +265,4 @@ def test_a_long_prompt_does_not_stall_a_stream(server, client):
                 gaps.append(now - last)
             last = now
     thread.join()
-    assert len(gaps) > 20 and max(gaps) < 0.2, max(gaps)
+    assert len(gaps) > 20 and max(gaps) < 0.5, max(gaps)
