@@ -64,7 +64,7 @@ def render_chat(body: ChatBody | TokenizeBody, served: Served, options: ServerOp
 
 
 def text_size(body: ChatBody | TokenizeBody) -> int:
-    """Characters that rendering and encoding have to do with, about."""
+    """Characters that rendering and encoding have to do with, about. Raises `ApiError` for what is nested too deeply."""
     size = 0
     for message in body.messages:
         content = message.get("content")
