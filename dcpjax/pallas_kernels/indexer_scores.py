@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from dcpjax.pallas_kernels import indexer_scores_mosaic
-from dcpjax.pallas_kernels.indexer_scores_mosaic import MosaicConfig, scores_mosaic
 from dcpjax.pallas_kernels.indexer_scores_triton import IndexerConfig, scores_triton
+from dcpjax.pallas_kernels.mosaic_config import MosaicScoresConfig, has_keys
 from dcpjax.pallas_kernels.records import unpack_rows
 
 _TILE_BYTES = 1 << 26
@@ -30,7 +29,7 @@ def indexer_scores(
     *,
     visible: tuple[jax.Array | int, jax.Array] | None = None,
     queries: int | None = None,
-    config: IndexerConfig | MosaicConfig | None = None,
+    config: IndexerConfig | MosaicScoresConfig | None = None,
     backend: str = "xla",
 ) -> jax.Array:
     """Scores `[T, P·G]` float32 of `q [T, heads, dim]` with `weight [T, heads]` float32 against a request's keys.
@@ -51,8 +50,11 @@ def indexer_scores(
     tokens, heads, dim = q.shape
     if queries is None:
         queries = min(max(tokens // pages.shape[0], 1), MOST_QUERIES)
-    served = q.dtype == jnp.bfloat16 and indexer_scores_mosaic.serves(dim, heads, pool.shape[2], pool.dtype)
-    if isinstance(config, MosaicConfig) or (backend == "mosaic" and served and _pays(q, pool, pages, queries)):
+    served = q.dtype == jnp.bfloat16 and has_keys(dim, heads, pool.shape[2], pool.dtype)
+    if isinstance(config, MosaicScoresConfig) or (backend == "mosaic" and served and _pays(q, pool, pages, queries)):
+        # Not before it is needed: it brings a compiler along.
+        from dcpjax.pallas_kernels.indexer_scores_mosaic import scores_mosaic
+
         return scores_mosaic(q, weight, pool, layer, pages, row_of, visible, queries, config)
     if backend != "xla":
         interpret = backend == "interpret"

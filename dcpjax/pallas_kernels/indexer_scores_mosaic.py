@@ -6,7 +6,6 @@ meet in a product does not matter, so long as queries are in the same order: the
 of a group use a tile while it is there.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -20,39 +19,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
+from dcpjax.pallas_kernels.mosaic_config import DIM, KEYS, MosaicScoresConfig, has_keys
 from dcpjax.pallas_kernels.records import packed_words
 
-TILE = 64  # keys that one product takes
-DIM = 128
 _OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _LAYOUT = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _LANES = 4  # threads that share a row of a product
 _WIDEST = 128  # columns of a product: its sums take half as many registers of a thread
-
-
-@dataclasses.dataclass(frozen=True)
-class MosaicConfig:
-    """tiles: of a program. ahead: tiles that are read ahead."""
-
-    tiles: int = 32
-    ahead: int = 4
-
-    @classmethod
-    def choose(cls, groups: int, columns: int, packed: bool) -> "MosaicConfig":
-        """For `groups` groups of tokens over `columns` keys: enough programs for every multiprocessor several times."""
-        tiles = 32
-        while tiles > 4 and groups * columns < TILE * tiles * 132 * 12:
-            tiles //= 2
-        return cls(tiles, 4 if packed else 3)
-
-
-def serves(dim: int, heads: int, page: int, dtype: jnp.dtype) -> bool:
-    """Whether the kernel has keys of `dim` values in `dtype`, uint32 for packed ones, in pages of `page` rows."""
-    step = {jnp.dtype(jnp.uint32): 32, jnp.dtype(jnp.bfloat16): 8}.get(jnp.dtype(dtype))
-    if step is None or dim != DIM or heads > 64:
-        return False
-    return page % step == 0 and (TILE % page == 0 or page % TILE == 0)
 
 
 def scores_mosaic(
@@ -64,7 +38,7 @@ def scores_mosaic(
     row_of: jax.Array,
     visible: tuple[jax.Array | int, jax.Array] | None,
     queries: int,
-    config: MosaicConfig | None = None,
+    config: MosaicScoresConfig | None = None,
 ) -> jax.Array:
     """`indexer_scores` on the Mosaic backend, with its shapes and dtypes: `[T, P·G]` float32, `queries` tokens a group.
 
@@ -73,7 +47,7 @@ def scores_mosaic(
     tokens, heads, dim = q.shape
     group = pool.shape[2]
     packed = pool.dtype == jnp.uint32
-    if not serves(dim, heads, group, pool.dtype) or q.dtype != jnp.bfloat16:
+    if not has_keys(dim, heads, group, pool.dtype) or q.dtype != jnp.bfloat16:
         raise NotImplementedError(
             f"queries {q.shape} {q.dtype} and pages of {group} keys {pool.dtype}: the kernel takes bfloat16, at most 64 "
             f"heads of {DIM}, and pages of 32 or a multiple of 64 keys, or 8 or 16 of bfloat16; use backend triton or xla"
@@ -81,7 +55,7 @@ def scores_mosaic(
     columns = pages.shape[1] * group
     groups = pl.cdiv(tokens, queries)
     if config is None:
-        config = MosaicConfig.choose(groups, columns, packed)
+        config = MosaicScoresConfig.choose(groups, columns, packed)
     if packed:
         q, weight = halved(q, weight)
     # Copies are of whole 128 bytes; a surplus head weighs nothing.
@@ -95,18 +69,18 @@ def scores_mosaic(
     width = pool.shape[3]
     flat = pool.reshape(-1, group * width) if packed else pool.reshape(-1, width)
     keys = (
-        plgpu.SMEM((config.ahead, TILE * width), jnp.uint32)
+        plgpu.SMEM((config.ahead, KEYS * width), jnp.uint32)
         if packed
-        else plgpu.SMEM((config.ahead, TILE, width), jnp.bfloat16, transforms=_OPERAND)
+        else plgpu.SMEM((config.ahead, KEYS, width), jnp.bfloat16, transforms=_OPERAND)
     )
-    copies = pl.cdiv(TILE, group)
+    copies = pl.cdiv(KEYS, group)
     body = functools.partial(
         _kernel, tokens=tokens, queries=queries, heads=heads, group=group, columns=columns, config=config
     )
     score = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens * columns,), jnp.float32),
-        grid=(pl.cdiv(columns, TILE * config.tiles), groups),
+        grid=(pl.cdiv(columns, KEYS * config.tiles), groups),
         grid_names=("chunk", "group"),
         scratch_types=[
             plgpu.SMEM((queries * heads, dim), q.dtype, transforms=_OPERAND),
@@ -174,10 +148,10 @@ def _kernel(
 ):
     """Program (chunk, group): columns of one chunk, tokens `group · queries …`."""
     packed = k_smem.dtype == jnp.uint32
-    places, copies = columns // group, pl.cdiv(TILE, group)  # pages of a row, and of a tile
+    places, copies = columns // group, pl.cdiv(KEYS, group)  # pages of a row, and of a tile
     chunk, mine = jax.lax.axis_index("chunk"), jax.lax.axis_index("group")
-    start, base = mine * queries, chunk * (TILE * config.tiles)
-    tiles = jnp.minimum(config.tiles, jax.lax.div(columns - base + (TILE - 1), TILE))
+    start, base = mine * queries, chunk * (KEYS * config.tiles)
+    tiles = jnp.minimum(config.tiles, jax.lax.div(columns - base + (KEYS - 1), KEYS))
     # Past the last token the last one stands in; it computes the same and stores nothing.
     at = [jnp.minimum(start + j, tokens - 1) for j in range(queries)]
     for j, token in enumerate(at):
@@ -193,13 +167,13 @@ def _kernel(
 
     def pages_of(row, i):
         """Pages of a tile, the last one of the row for places past it."""
-        place = jax.lax.div(base + i * TILE, group)
+        place = jax.lax.div(base + i * KEYS, group)
         last = places - 1
         return [page0 + pages_ref[row * places + jnp.minimum(place + part, last)] for part in range(copies)]
 
     def fetch(found, i, slot):
-        begin = 0 if group <= TILE else jax.lax.rem(base + i * TILE, group)
-        size = min(TILE, group)
+        begin = 0 if group <= KEYS else jax.lax.rem(base + i * KEYS, group)
+        size = min(KEYS, group)
         for part, page in enumerate(found):
             if packed:
                 words = size * packed_words(DIM)
@@ -220,10 +194,10 @@ def _kernel(
         for j in range(queries):
             count = jnp.where(same[j] & (j < turn), 0, count)
             last = jnp.maximum(last, jnp.where(same[j], ends[j], 0))
-        live = jnp.clip(jax.lax.div(last - base + (TILE - 1), TILE), 0, count)
+        live = jnp.clip(jax.lax.div(last - base + (KEYS - 1), KEYS), 0, count)
 
         def store(piece, i, *scores):
-            column = base + i * TILE
+            column = base + i * KEYS
             places = [
                 (at[j], jnp.where(same[j] & (start + j < tokens), columns - column, 0), ends[j] - column) for j in piece
             ]
@@ -245,7 +219,7 @@ def _kernel(
                     plgpu.wgmma(acc, operand, q_smem.at[part].transpose((1, 0)))
                     return acc[...]
 
-                dot = pl.run_scoped(product, plgpu.ACC((TILE, len(piece) * heads), jnp.float32))
+                dot = pl.run_scoped(product, plgpu.ACC((KEYS, len(piece) * heads), jnp.float32))
                 weights = plgpu.load(w_smem.at[part], layout=_LAYOUT.reduce(0))
                 store(piece, i, dot, weights, *scale)
             if not packed:
@@ -303,8 +277,8 @@ def _unpack(words_ref):
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
         return_type=(
-            plgpu.ShapeDtypeStruct((TILE, DIM), jnp.float16, layout=_LAYOUT),
-            plgpu.ShapeDtypeStruct((TILE,), jnp.float32, layout=_LAYOUT.reduce(1)),
+            plgpu.ShapeDtypeStruct((KEYS, DIM), jnp.float16, layout=_LAYOUT),
+            plgpu.ShapeDtypeStruct((KEYS,), jnp.float32, layout=_LAYOUT.reduce(1)),
         ),
     )
     def go(_, words):
@@ -323,7 +297,7 @@ def _unpack(words_ref):
         utils.warpgroup_barrier()
         pair = ir.Type.parse("!llvm.struct<(i32, i32)>")
         code = "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }"
-        keys = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE, DIM)), dtype=object)
+        keys = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((KEYS, DIM)), dtype=object)
         of = keys.reshape(DIM // 8, 2)
         for half in range(2):
             for i in range(8):
@@ -331,7 +305,7 @@ def _unpack(words_ref):
                 for x in range(2):
                     value = llvm.extractvalue(i32, both, [x])
                     of[2 * i + x, half] = llvm.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), value)
-        scales = np.empty(mgpu.WGMMA_ROW_LAYOUT.registers_shape((TILE,)), dtype=object)
+        scales = np.empty(mgpu.WGMMA_ROW_LAYOUT.registers_shape((KEYS,)), dtype=object)
         for half in range(2):
             scales.reshape(2)[half] = vector.broadcast(ir.VectorType.get((1,), f32), scale[half])
         return tuple(

@@ -1,6 +1,6 @@
-"""Which calls the sparse MLA kernel for Hopper has, which of them it is best at, and the sizes it runs with.
+"""Which calls the kernels for Hopper have, which of them they are best at, and the sizes they run with.
 
-Apart from the kernel, because that brings a compiler along which nothing else needs.
+Apart from the kernels, because those bring a compiler along which nothing else needs.
 """
 
 import dataclasses
@@ -15,6 +15,8 @@ WIDTHS = 512, 64
 HEADS = 64
 # Rows of two tiles: what two consumers take at a time.
 PAIR = 128
+# Of the indexer: values of a key, and keys that one product takes.
+DIM, KEYS = 128, 64
 # Rows of a split when the bits of a token must not depend on the other tokens.
 _INVARIANT_ROWS = 512
 
@@ -59,3 +61,27 @@ def is_ahead(tokens: int, heads: int, width: int, packed: bool = False, invarian
     if invariant:
         return heads == 64 and not packed
     return tokens >= 16 and (heads == 64 if packed else heads in (32, 64, 128))
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicScoresConfig:
+    """tiles: of a program. ahead: tiles that are read ahead."""
+
+    tiles: int = 32
+    ahead: int = 4
+
+    @classmethod
+    def choose(cls, groups: int, columns: int, packed: bool) -> "MosaicScoresConfig":
+        """For `groups` groups of tokens over `columns` keys: enough programs for every multiprocessor several times."""
+        tiles = 32
+        while tiles > 4 and groups * columns < KEYS * tiles * 132 * 12:
+            tiles //= 2
+        return cls(tiles, 4 if packed else 3)
+
+
+def has_keys(dim: int, heads: int, page: int, dtype: jnp.dtype) -> bool:
+    """Whether the kernel has keys of `dim` values in `dtype`, uint32 for packed ones, in pages of `page` rows."""
+    step = {jnp.dtype(jnp.uint32): 32, jnp.dtype(jnp.bfloat16): 8}.get(jnp.dtype(dtype))
+    if step is None or dim != DIM or heads > 64:
+        return False
+    return page % step == 0 and (KEYS % page == 0 or page % KEYS == 0)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.pallas_kernels import indexer_scores_mosaic
 from dcpjax.pallas_kernels.indexer_scores import indexer_scores
-from dcpjax.pallas_kernels.indexer_scores_mosaic import DIM, MosaicConfig, halved, scores_mosaic, serves
+from dcpjax.pallas_kernels.indexer_scores_mosaic import halved, scores_mosaic
+from dcpjax.pallas_kernels.mosaic_config import DIM, MosaicScoresConfig, has_keys
 from dcpjax.pallas_kernels.records import pack_rows, unpack_rows
 from tests.kernels.base import fresh, lower_for_h200, same_bits
 
@@ -84,7 +84,9 @@ def test_lowers_for_h200(case):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_reference_on_the_device(case):
     q, weight, pool, table, row_of, end = make(*case)
-    call = jax.jit(lambda *args: scores_mosaic(*args[:3], 1, *args[3:5], (2, args[5]), case[4], MosaicConfig(3, 2)))
+    call = jax.jit(
+        lambda *args: scores_mosaic(*args[:3], 1, *args[3:5], (2, args[5]), case[4], MosaicScoresConfig(3, 2))
+    )
     got = call(q, weight, pool, table, row_of, end)
     want = indexer_scores(q, weight, pool, 1, jnp.asarray(table), jnp.asarray(row_of), visible=(2, jnp.asarray(end)))
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
@@ -94,9 +96,9 @@ def test_equals_the_reference_on_the_device(case):
 
 
 def test_what_it_does_not_serve():
-    assert serves(DIM, 32, 64, jnp.uint32) and serves(DIM, 32, 8, jnp.bfloat16)
+    assert has_keys(DIM, 32, 64, jnp.uint32) and has_keys(DIM, 32, 8, jnp.bfloat16)
     q, weight, pool, table, row_of, _ = make(2, 4, 16, 3, 1, True, 32)
     with pytest.raises(NotImplementedError, match="pages of 16 keys uint32"):
         scores_mosaic(q, weight, pool, 1, table, row_of, None, 1)
-    assert not serves(64, 32, 64, jnp.bfloat16) and not serves(DIM, 32, 64, jnp.float32)
-    assert indexer_scores_mosaic.MosaicConfig.choose(1, 4096, True).tiles < MosaicConfig().tiles
+    assert not has_keys(64, 32, 64, jnp.bfloat16) and not has_keys(DIM, 32, 64, jnp.float32)
+    assert MosaicScoresConfig.choose(1, 4096, True).tiles < MosaicScoresConfig().tiles
