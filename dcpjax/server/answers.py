@@ -8,6 +8,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dcpjax.server.ticket import Ticket, Update
+
 # Characters of text that the event loop can work on without being missed.
 _SHORT = 4000
 
@@ -15,6 +17,14 @@ _SHORT = 4000
 async def off_loop[T](size: int, work: Callable[..., T], *arguments: Any) -> T:
     """`work(*arguments)`, in a thread if it is about so many characters that others would have to wait for it."""
     return work(*arguments) if size <= _SHORT else await asyncio.to_thread(work, *arguments)
+
+
+async def whole_answer(ticket: Ticket, build: Callable[[list[Update]], dict[str, Any]]) -> Response:
+    """`build(updates)` of all updates of a ticket, as JSON. Raises what the ticket raises."""
+    updates = [update async for news in ticket for update in news]
+    # A score is some twenty characters, and there may be scores of every token.
+    size = sum(20 * (len(update.logprobs) + len(update.prompt_logprobs)) for update in updates)
+    return await off_loop(size, lambda: JsonResponse(build(updates)))
 
 
 class JsonResponse(Response):

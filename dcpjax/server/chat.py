@@ -8,13 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dcpjax.server import wishes
-from dcpjax.server.answers import JsonResponse, public_id
+from dcpjax.server.answers import public_id, whole_answer
 from dcpjax.server.conversation import Conversation, begin
 from dcpjax.server.logprobs import chat_entries, prompt_entries
 from dcpjax.server.protocol import ChatBody
 from dcpjax.server.service import Served, ServerOptions
 from dcpjax.server.stream import EventStream, TextFrame, attended
-from dcpjax.server.ticket import Ticket, Update
+from dcpjax.server.ticket import Update
 from dcpjax.server.tool_calls import CallBegin, CallPart, Content, Part, call_id
 from dcpjax.server.turn import Thought, Turn
 
@@ -28,7 +28,7 @@ async def chat_completions(request: Request, body: ChatBody, served: Served, opt
     if stream.stream:
         return EventStream(ticket, answer)
     async with attended(ticket, request.receive):
-        return JsonResponse(await answer.whole(ticket))
+        return await whole_answer(ticket, answer.whole)
 
 
 class _Choice:
@@ -114,13 +114,12 @@ class _Answer:
         self._frames: dict[tuple[int, type], TextFrame] = {}
         self._choices = [_Choice(body, turn, served, options.reasoning_fields) for turn in conversation.turns]
 
-    async def whole(self, ticket: Ticket) -> dict[str, Any]:
+    def whole(self, updates: list[Update]) -> dict[str, Any]:
         deltas: list[list[dict[str, Any]]] = [[] for _ in self._choices]
         last: dict[int, Update] = {}
-        async for updates in ticket:
-            for update in updates:
-                deltas[update.index] += self._choices[update.index].deltas(update)
-                last[update.index] = update
+        for update in updates:
+            deltas[update.index] += self._choices[update.index].deltas(update)
+            last[update.index] = update
         choices = [self._choice(i, deltas[i], last[i]) for i in range(len(deltas))]
         answer = {"object": "chat.completion", **self._head, "choices": choices, "usage": self._usage()}
         if self._body.return_token_ids:

@@ -9,14 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dcpjax.server import wishes
-from dcpjax.server.answers import JsonResponse, off_loop, public_id
+from dcpjax.server.answers import off_loop, public_id, whole_answer
 from dcpjax.server.errors import ApiError
 from dcpjax.server.logprobs import CompletionLogprobs, prompt_entries
 from dcpjax.server.protocol import CompletionBody
 from dcpjax.server.service import Served, ServerOptions
 from dcpjax.server.stream import EventStream, attended
 from dcpjax.server.structure import rules_of
-from dcpjax.server.ticket import Prediction, Ticket, Update
+from dcpjax.server.ticket import Prediction, Update
 
 _MAX_TOKENS = 16
 # Of all prompts × choices of one request: each is a request of the engine.
@@ -53,7 +53,7 @@ async def completions(request: Request, body: CompletionBody, served: Served, op
     if stream.stream:
         return EventStream(ticket, answer)
     async with attended(ticket, request.receive):
-        return JsonResponse(await answer.whole(ticket))
+        return await whole_answer(ticket, answer.whole)
 
 
 def _text_size(prompt: str | list) -> int:
@@ -159,15 +159,14 @@ class _Answer:
         self._tokenizer = served.model.tokenizer
         self._choices = [_Choice(prompt, body, served) for prompt in prompts for _ in range(self._n)]
 
-    async def whole(self, ticket: Ticket) -> dict[str, Any]:
+    def whole(self, updates: list[Update]) -> dict[str, Any]:
         sums: dict[int, Update] = {}
-        async for updates in ticket:
-            for update in updates:
-                state = self._choices[update.index]
-                state.num_tokens += len(update.token_ids)
-                state.cached_tokens, state.prediction = update.cached_tokens, update.prediction
-                earlier = sums.get(update.index)
-                sums[update.index] = update if earlier is None else earlier.then(update)
+        for update in updates:
+            state = self._choices[update.index]
+            state.num_tokens += len(update.token_ids)
+            state.cached_tokens, state.prediction = update.cached_tokens, update.prediction
+            earlier = sums.get(update.index)
+            sums[update.index] = update if earlier is None else earlier.then(update)
         choices = []
         for index, state in enumerate(self._choices):
             choice = self._choice(index, sums[index])

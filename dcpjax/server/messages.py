@@ -8,14 +8,14 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dcpjax.server.answers import JsonResponse, public_id
+from dcpjax.server.answers import public_id, whole_answer
 from dcpjax.server.conversation import Conversation, begin
 from dcpjax.server.errors import unavailable
 from dcpjax.server.messages_body import CountBody, MessagesBody, chat_body
 from dcpjax.server.prompts import render_chat
 from dcpjax.server.service import Served, ServerOptions
 from dcpjax.server.stream import EventStream, Frames, attended
-from dcpjax.server.ticket import Ticket, Update
+from dcpjax.server.ticket import Update
 from dcpjax.server.tool_calls import CallBegin, CallPart, Content, Part, call_id
 from dcpjax.server.turn import Thought, Turn
 
@@ -28,7 +28,7 @@ async def messages(request: Request, body: MessagesBody, served: Served, options
     if body.stream:
         return EventStream(ticket, answer, FRAMES)
     async with attended(ticket, request.receive):
-        return JsonResponse(await answer.whole(ticket))
+        return await whole_answer(ticket, answer.whole)
 
 
 async def count_tokens(body: CountBody, served: Served, options: ServerOptions) -> dict[str, Any]:
@@ -57,12 +57,11 @@ class _Answer:
         self._began = False  # the first event is out
         self._blocks = _Blocks()
 
-    async def whole(self, ticket: Ticket) -> dict[str, Any]:
+    def whole(self, updates: list[Update]) -> dict[str, Any]:
         blocks: list[dict[str, Any]] = []
-        async for updates in ticket:
-            for update in updates:
-                for part in self._take(update):
-                    _add(blocks, part)
+        for update in updates:
+            for part in self._take(update):
+                _add(blocks, part)
         for block in blocks:
             if block["type"] == "tool_use":
                 block["input"] = orjson.loads(block["input"])

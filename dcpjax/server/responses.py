@@ -8,13 +8,13 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dcpjax.server.answers import JsonResponse
+from dcpjax.server.answers import whole_answer
 from dcpjax.server.conversation import Conversation, begin
 from dcpjax.server.errors import ApiError
 from dcpjax.server.responses_body import ResponsesBody, chat_body
 from dcpjax.server.service import Served, ServerOptions
 from dcpjax.server.stream import EventStream, Frames, attended
-from dcpjax.server.ticket import Ticket, Update
+from dcpjax.server.ticket import Update
 from dcpjax.server.tool_calls import CallBegin, CallPart, Content, Part, call_id
 from dcpjax.server.turn import Thought
 
@@ -31,7 +31,7 @@ async def responses(request: Request, body: ResponsesBody, served: Served, optio
     if body.stream:
         return EventStream(ticket, answer, FRAMES)
     async with attended(ticket, request.receive):
-        return JsonResponse(await answer.whole(ticket))
+        return await whole_answer(ticket, answer.whole)
 
 
 # Fields of a chat that a body of this protocol has by another name.
@@ -149,10 +149,9 @@ class _Answer:
             "error": None,
         }
 
-    async def whole(self, ticket: Ticket) -> dict[str, Any]:
-        async for updates in ticket:
-            for update in updates:
-                self._take(update)
+    def whole(self, updates: list[Update]) -> dict[str, Any]:
+        for update in updates:
+            self._take(update)
         return self._response(self._status())
 
     def begin(self) -> list[dict]:
