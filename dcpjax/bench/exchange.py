@@ -28,11 +28,20 @@ WIDTH, EXPERTS, INNER, PER_TOKEN = 512, 32, 256, 8
 TOKENS = (8, 64, 256)
 
 
+def computed(
+    x: jax.Array, experts: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array,
+    shared_gate: jax.Array, shared_up: jax.Array, shared_down: jax.Array, plan: MeshPlan,
+) -> jax.Array:  # fmt: skip
+    """`moe_ffn`, with its shapes and dtypes, of stacks `[E, …]` of one layer alone: `x [T, D]` → `[T, D]`."""
+    stacks = gate[None], up[None], down[None]
+    return moe.moe_ffn(x, experts, weight, *stacks, shared_gate, shared_up, shared_down, plan)
+
+
 def exchanged(
     x: jax.Array, experts: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array,
     shared_gate: jax.Array, shared_up: jax.Array, shared_down: jax.Array, plan: MeshPlan,
 ) -> jax.Array:  # fmt: skip
-    """`moe_ffn` of whole experts on devices, with its shapes and dtypes, by a padded exchange: `x [T, D]` → `[T, D]`.
+    """`computed` of whole experts on devices, with its shapes and dtypes, by a padded exchange: `x [T, D]` → `[T, D]`.
     The devices must divide T."""
     n = plan.num_devices
 
@@ -70,7 +79,7 @@ def received(devices: int, per_token: int) -> dict[str, float]:
 
 
 def inputs(moe_config: MoeConfig, width: int, tokens: int, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """Random arguments of `moe_ffn`, float32 but for the chosen experts (int32): tokens `[T, D]`, experts and weights
+    """Random arguments of `computed`, float32 but for the chosen experts (int32): tokens `[T, D]`, experts and weights
     `[T, k]`, three stacks `[E, …]`, three matrices of a shared expert."""
     rng, m = np.random.default_rng(seed), moe_config
 
@@ -86,7 +95,7 @@ def inputs(moe_config: MoeConfig, width: int, tokens: int, seed: int = 0) -> tup
 def arms(args: tuple[np.ndarray, ...], devices: int) -> dict[str, Callable[[], Any]]:
     """Compiled calls by name, `inputs` (`[T, D]` float32 and on) given. Experts lie as each arm wants them."""
     made = {}
-    for name, whole, layer in (("parts", False, moe.moe_ffn), ("sum", True, moe.moe_ffn), ("padded", True, exchanged)):
+    for name, whole, layer in (("parts", False, computed), ("sum", True, computed), ("padded", True, exchanged)):
         plan = make_plan(devices, 1, whole)
         into, out = plan.spec("experts", "expert_width", None), plan.spec("experts", None, "expert_width")
         wide = plan.spec("width", None), plan.spec("width", None), plan.spec(None, "width")
