@@ -100,7 +100,7 @@ def moe_ffn(
     float32; stacks of the experts of N layers, `[N, E, I, D]`, `[N, E, I, D]`, `[N, E, D, I]`, plain or quantised, where E
     may be padded and `layer` is the one to use. The shared expert's are that layer's.
 
-    `backend`: of `experts_ffn`, which serves as many tokens and as wide experts as its kernel has; `dense`: of the shared one.
+    `backend`: of `experts_ffn`, where its kernel has the widths and reads the stacks; `dense`: of `project`, for the shared one.
     """
 
     def body(layer, x, experts, weight, gate, up, down, *shared):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcpjax.errors import ConfigError
+from models.keys import Reader, number, token_ids
 from models.quantconfig import quantization_of
 from models.tensorfile import unique
 
@@ -178,72 +179,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 }
 
 
-# Above any size that a network has; what is larger is no size.
-_MOST = 1 << 24
-
-
-class _Reader:
-    """Reads keys once and remembers which, so that what is left over can be refused."""
-
-    def __init__(self, raw: dict[str, Any]):
-        self.raw = raw
-        self.seen: set[str] = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.seen.add(key)
-        value = self.raw.get(key)
-        return default if value is None else value
-
-    def need(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise ConfigError(f"config.json has no {key!r}; a glm_moe_dsa checkpoint must state it")
-        return value
-
-    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        value = self.need(key) if default is None else self.get(key, default)
-        if type(value) is not int or not least <= value <= _MOST:
-            raise ConfigError(f"config.json: {key} = {value!r} must be a whole number from {least} to {_MOST}")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        return _number(key, self.get(key, default))
-
-    def truth(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise ConfigError(f"config.json: {key} = {value!r} must be true or false")
-        return value
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        value = self.get(key, {})
-        if not isinstance(value, dict):
-            raise ConfigError(f"config.json: {key} = {value!r} must be a mapping")
-        return value
-
-    def words(self, key: str) -> list[str] | None:
-        value = self.get(key)
-        if value is not None and not (isinstance(value, (list, str)) and all(isinstance(v, str) for v in value)):
-            raise ConfigError(f"config.json: {key} = {value!r} must be a list of words")
-        return value
-
-
-def _ids(file: str, key: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    ids = (value,) if type(value) is int else value
-    if not isinstance(ids, (list, tuple)) or not all(type(v) is int and 0 <= v < vocab_size for v in ids):
-        raise ConfigError(
-            f"{file}: {key} = {value!r} must be a token id or a list of them, each at least 0 and below vocab_size {vocab_size}"
-        )
-    return tuple(ids)
-
-
-def _number(key: str, value: Any) -> float:
-    """All of them are divisors, bases or factors, which cannot be 0 or less."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e300:
-        raise ConfigError(f"config.json: {key} = {value!r} must be a number above 0")
-    return float(value)
-
-
 def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> ModelConfig:
     """Builds a `ModelConfig` from the mapping in `config.json`, with `overrides` laid over it.
 
@@ -252,7 +187,7 @@ def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> Mod
     """
     if not isinstance(overrides or {}, Mapping):
         raise ConfigError(f"hf_overrides = {overrides!r:.200} must be a mapping of config.json's keys")
-    read = _Reader({**raw, **(overrides or {})})
+    read = Reader({**raw, **(overrides or {})})
     quantization_of(read.raw)
     read.need("model_type")
     for key, allowed in _FIXED.items():
@@ -287,11 +222,11 @@ def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> Mod
         rope_dim=rot,
         v_dim=read.size("v_head_dim"),
         dense_width=read.size("intermediate_size"),
-        rope_theta=_number("rope_theta", theta),
+        rope_theta=number("rope_theta", theta),
         norm_eps=eps,
         latent_norm_eps=read.number("latent_norm_eps", eps),
         max_position=read.size("max_position_embeddings"),
-        eos_token_ids=_ids("config.json", "eos_token_id", read.get("eos_token_id", ()), vocab_size),
+        eos_token_ids=token_ids("config.json", "eos_token_id", read.get("eos_token_id", ()), vocab_size),
         pad_token_id=read.size("pad_token_id", 0, least=0),
         layers=tuple(LayerKind(full=f, sparse=s) for f, s in zip(full, sparse)),
         indexer=IndexerConfig(
@@ -317,7 +252,7 @@ def from_hf(raw: dict[str, Any], overrides: dict[str, Any] | None = None) -> Mod
     return config
 
 
-def _full_layers(read: _Reader, num_layers: int) -> list[bool]:
+def _full_layers(read: Reader, num_layers: int) -> list[bool]:
     """Which layers own an indexer: `indexer_types`, else the F/S pattern, else frequency and offset."""
     types, pattern = read.words("indexer_types"), read.words("index_topk_pattern")
     freq, offset = read.size("index_topk_freq", 1), read.size("index_skip_topk_offset", 2, least=0)
@@ -338,7 +273,7 @@ def _full_layers(read: _Reader, num_layers: int) -> list[bool]:
     return full
 
 
-def _sparse_layers(read: _Reader, num_layers: int) -> list[bool]:
+def _sparse_layers(read: Reader, num_layers: int) -> list[bool]:
     """Which layers hold experts: `mlp_layer_types`, else all from `first_k_dense_replace` on."""
     types, first = read.words("mlp_layer_types"), read.size("first_k_dense_replace", 0, least=0)
     sparse = [t == "sparse" for t in types] if types is not None else [i >= first for i in range(num_layers)]
@@ -349,7 +284,7 @@ def _sparse_layers(read: _Reader, num_layers: int) -> list[bool]:
     return sparse
 
 
-def _refuse_unknown(read: _Reader, overrides: dict[str, Any]) -> None:
+def _refuse_unknown(read: Reader, overrides: dict[str, Any]) -> None:
     left = {k: v for k, v in read.raw.items() if k not in read.seen and k not in _IGNORED}
     shaping = sorted(k for k, v in left.items() if k in overrides or _sizes_an_array(v))
     if shaping:
@@ -390,8 +325,8 @@ def read_config(folder: str | pathlib.Path, overrides: dict[str, Any] | None = N
     if generation.is_file():
         eos = read_mapping(generation).get("eos_token_id")
         if eos is not None:
-            size = _Reader({**raw, **(overrides or {})}).size("vocab_size")
-            raw["eos_token_id"] = list(_ids("generation_config.json", "eos_token_id", eos, size))
+            size = Reader({**raw, **(overrides or {})}).size("vocab_size")
+            raw["eos_token_id"] = list(token_ids("generation_config.json", "eos_token_id", eos, size))
     return from_hf(raw, overrides)
 
 
