@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 # A name stands for the module and, for a package, for everything in it.
 FLOORS = {
     0: ("dcpjax.errors", "dcpjax.layout", "dcpjax.mesh", "dcpjax.picture", "dcpjax.quant"),
-    1: ("dcpjax.host", "dcpjax.pallas_kernels", "dcpjax.text", "dcpjax.typed", "dcpjax.grammar"),
+    1: ("dcpjax.host", "dcpjax.pallas_kernels", "dcpjax.template", "dcpjax.text", "dcpjax.typed", "dcpjax.grammar"),
     2: ("dcpjax.batch", "dcpjax.cache", "dcpjax.collectives", "dcpjax.kernels", "dcpjax.sampling"),
     3: ("dcpjax.attention", "dcpjax.moe", "dcpjax.projections"),
     4: ("models",),
@@ -59,6 +59,7 @@ FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 # Third-party packages that a part of floor 1 may use; its other imports are the standard library's.
 HOST_ONLY = {
     "dcpjax.host": {"numpy", "xxhash"},
+    "dcpjax.template": {"jinja2"},
     "dcpjax.text": {"jinja2", "numpy", "tokenizers"},
     "dcpjax.grammar": {"jinja2", "llguidance", "numpy", "tokenizers"},
 }

@@ -10,7 +10,7 @@ from dcpjax.server.errors import ApiError
 from dcpjax.server.protocol import ChatBody, TokenizeBody
 from dcpjax.server.reasoning import thinking_open
 from dcpjax.server.service import Served, ServerOptions
-from dcpjax.text import ChatTemplate
+from dcpjax.template import ChatTemplate
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 

@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dcpjax.errors import ConfigError, RequestError
-from dcpjax.text import ChatTemplate, Needle, TextStream, Tokenizer
+from dcpjax.template import ChatTemplate
+from dcpjax.text import Needle, TextStream, Tokenizer
 
 SPECIAL = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"]
 TAGS = ["<think>", "</think>", "<tool_call>"]

@@ -12,7 +12,8 @@ from dcpjax.errors import ConfigError, RequestError
 from dcpjax.host.plan import RowLogprobs, StepPlan, StepResult
 from dcpjax.host.report import DeviceState
 from dcpjax.host.request import Request
-from dcpjax.text import ChatTemplate, TextStream, Tokenizer
+from dcpjax.template import ChatTemplate
+from dcpjax.text import TextStream, Tokenizer
 
 THOUGHT = "<think>Let me see: naïve\nquestion."
 ANSWER = "Hello 🙂 from 東京, café number {choice} is open. The END is near."
