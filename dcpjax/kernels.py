@@ -58,16 +58,18 @@ class Kernels:
         hopper: bool = False,
     ) -> "Kernels":  # fmt: skip
         """What measured best: kernels on NVIDIA GPUs in bfloat16, for rows whose widths the kernel has, or `packed` ones.
+        hopper: the GPUs are of that kind, for which there are kernels of their own.
 
         Float32 is for checks, where XLA's full products are what others are checked against.
         """
         if platform not in ("gpu", "cuda") or dtype != jnp.bfloat16:
             return cls()
+        best = "mosaic" if hopper else "triton"
+        attention = best if (kv_rank, rope_dim) == OWN_WIDTHS else "triton"
         return cls(
-            # Not "mosaic" yet where `hopper`: that module's tests have not run on a GPU, only copies of it have.
-            sparse_mla="triton" if has_widths(kv_rank, rope_dim, packed) else "xla",
+            sparse_mla=attention if has_widths(kv_rank, rope_dim, packed) else "xla",
             merge="triton" if has_part(kv_rank) else "xla",
-            indexer="triton" if has_width(index_dim, packed) else "xla",
+            indexer=best if has_width(index_dim, packed) else "xla",
             topk="triton",
             # By tokens and widths, which differ from step to step: see `fitting` there.
             experts="triton",

@@ -42,7 +42,7 @@ def test_selection_lowers_for_h200s(dcp, rows, tokens, table, scan):
     index = Pool(shape((2, PAGES, PAGE, DIM), jnp.bfloat16), layout, Record(DIM, jnp.bfloat16))
     latent = Pool(shape((4, PAGES, PAGE, 576), jnp.bfloat16), layout, Record(576, jnp.bfloat16))
     q, weight = shape((tokens, HEADS, DIM), jnp.bfloat16), shape((tokens, HEADS), jnp.float32)
-    kernels = Kernels.for_platform("cuda", jnp.bfloat16, 512, 64, DIM, hopper=True).replaced({"indexer": "mosaic"})
+    kernels = Kernels.for_platform("cuda", jnp.bfloat16, 512, 64, DIM, hopper=True)
     call = functools.partial(select, topk=TOPK, first_slot=1, plan=plan, kernels=kernels)
     text = lowered(lambda q, w, i, n, b: call(q, w, i, 1, n, b), plan, q, weight, index, latent, batch)
     assert scan in text and "topk_finish" in text

@@ -21,13 +21,16 @@ def test_gpus_get_kernels_in_bfloat16(platform):
 
 
 def test_hopper_has_a_kernel_of_its_own():
-    """On request, for the model's rows; elsewhere it is refused."""
+    """For the model's rows, unless the user has another; elsewhere it is refused."""
     own, where = {"sparse_mla": "mosaic"}, ("gpu", jnp.bfloat16, *WIDTHS, False)
+    chosen = Kernels.for_platform(*where, hopper=True)
+    assert (chosen.sparse_mla, chosen.indexer, chosen.merge) == ("mosaic", "mosaic", "triton")
+    assert Kernels.for_platform("gpu", jnp.bfloat16, 256, 64, 128, hopper=True).sparse_mla == "triton"
+    assert Kernels.chosen({"sparse_mla": "triton"}, *where, True).sparse_mla == "triton"
     assert Kernels.chosen(own, *where, True).sparse_mla == "mosaic"
     for other in (where, ("gpu", jnp.bfloat16, 256, 64, 128, False, True)):
         with pytest.raises(ConfigError, match="sparse_mla 'mosaic' runs on Hopper GPUs, for rows of 512 and 64 values"):
             Kernels.chosen(own, *other)
-    assert Kernels.chosen({"indexer": "mosaic"}, *where, True).indexer == "mosaic"
     with pytest.raises(ConfigError, match="indexer 'mosaic' runs on Hopper GPUs, which these are not"):
         Kernels.chosen({"indexer": "mosaic"}, *where)
     assert abstract_plan(platform="cuda").hopper

@@ -100,7 +100,7 @@ def test_the_cpu_is_planned_as_it_is_used(tmp_path):
     """Nothing of a device is asked for: the plan of a GPU is made on this machine, whose platform is another one."""
     found = forecast(Subject(SHORT), EngineConfig(tensor_parallel_size=8), 141 * GB)
     assert found.ready.net.plan.platform == "cuda" and found.ready.limits.max_num_seqs == 128
-    assert jax.default_backend() == "cpu" and found.ready.net.options.kernels.sparse_mla == "triton"
+    assert jax.default_backend() == "cpu" and found.ready.net.options.kernels.sparse_mla == "mosaic"
 
 
 def test_what_does_not_fit_is_printed_too(tmp_path, capsys):
