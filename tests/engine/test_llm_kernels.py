@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,12 @@ from dcpjax.kernels import Kernels
 
 SMALL = {"num_blocks": 4, "max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 16}
 PROMPT = list(range(5, 25))
+# The attention of GLM-5.2 to the width, in a small model.
+WIDE = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 96, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048,
+    "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "mlp_layer_types": ["dense", "sparse", "sparse"],
+}  # fmt: skip
 
 
 def line_of(llm):
@@ -56,3 +63,23 @@ def test_same_logits_on_a_gpu(kernels, dtype, close):
     plain, fast = (LLM(dtype=dtype, kernels=arm, **SMALL).trace(PROMPT).logits for arm in ("xla", kernels))
     assert np.linalg.norm(fast - plain) < close * np.linalg.norm(plain)
     assert (fast.argmax(1) == plain.argmax(1)).mean() > 0.9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize("dcp", [1, 2])
+def test_real_widths_on_a_gpu(dcp, cache):
+    """What the platform gets there, Hopper its own kernels; random weights, so that roundings show at once."""
+    if jax.device_count() < dcp:
+        pytest.skip("needs two GPUs")
+    plain, fast = (
+        LLM(
+            load_format="dummy", hf_overrides=WIDE, kernels=kernels, kv_cache_dtype=cache,
+            decode_context_parallel_size=dcp, num_blocks=16, max_model_len=512, max_num_seqs=1, max_num_batched_tokens=64,
+        )
+        for kernels in ("xla", "auto")
+    )  # fmt: skip
+    assert "xla" not in line_of(fast)
+    first, second = (llm.trace(range(5, 405)).logits for llm in (plain, fast))
+    assert np.linalg.norm(second - first) < 0.1 * np.linalg.norm(first)
+    assert (second.argmax(1) == first.argmax(1)).mean() > 0.8
