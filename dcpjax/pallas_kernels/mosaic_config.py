@@ -19,30 +19,46 @@ PAIR = 128
 DIM, KEYS = 128, 64
 # Rows of a split when the bits of a token must not depend on the other tokens.
 _INVARIANT_ROWS = 512
+_MULTIPROCESSORS = 132
 
 
 @dataclasses.dataclass(frozen=True)
 class MosaicMLAConfig:
     """splits: parts a list is cut into, by its count, unless split_rows (whole pairs of tiles) fixes how many rows a part
-    has. early: scores of every other tile are computed before the product of the tile ahead of it, which then is free a
-    little later: good where rows come quickly, from the cache. interpret: by Pallas' interpreter of Hopper, for tests."""
+    has. in_turn: splits that a block computes one after the other, where parts are in 2-byte numbers. columns: blocks that
+    share a split, each with its columns of the output, and all scores. Neither changes any bits.
+    early: scores of every other tile are computed before the product of the tile ahead of it, which then is free a little
+    later: good where rows come quickly, from the cache. interpret: by Pallas' interpreter of Hopper, for tests."""
 
     splits: int = 1
     split_rows: int | None = None
+    in_turn: int = 1
+    columns: int = 1
     early: bool = False
     interpret: bool = False
 
     @classmethod
     def choose(cls, tokens: int, heads: int, width: int, *, invariant: bool = False) -> "MosaicMLAConfig":
         """What was fastest on an H200: about as many blocks as it has multiprocessors, each with a pair of tiles at least of a
-        list of `width` rows. `invariant`: the same for every number of tokens."""
+        list of `width` rows. `invariant`: with the same bits for every number of tokens."""
         # Blocks of one token read the same rows, which then come from the cache.
         early = heads > HEADS
-        if invariant:
-            return cls(split_rows=_INVARIANT_ROWS, early=early)
         blocks = tokens * pl.cdiv(heads, HEADS)
-        splits = next((n for n in (8, 4, 2) if n * blocks <= 132), 1)
+        if invariant:
+            return cls(split_rows=_INVARIANT_ROWS, **_shared(blocks, pl.cdiv(width, _INVARIANT_ROWS)), early=early)
+        splits = next((n for n in (8, 4, 2) if n * blocks <= _MULTIPROCESSORS), 1)
         return cls(splits=max(1, min(splits, pl.cdiv(width, PAIR))), early=early)
+
+
+def _shared(blocks: int, splits: int) -> dict[str, int]:
+    """How `blocks` of heads with fixed `splits` each are dealt out: fewest rounds of the chip, then fewest blocks."""
+
+    def rounds(in_turn):
+        return pl.cdiv(blocks * pl.cdiv(splits, in_turn), _MULTIPROCESSORS) * in_turn
+
+    in_turn = min((4, 2, 1), key=rounds)
+    columns = next((n for n in (4, 2) if n * blocks * splits <= _MULTIPROCESSORS), 1)
+    return {"in_turn": in_turn, "columns": columns}
 
 
 def has_shape(heads: int, value: int, rope: int, dtype: Any) -> bool:

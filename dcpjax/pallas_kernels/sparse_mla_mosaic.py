@@ -56,15 +56,18 @@ def sparse_mla_mosaic(
 
 
 def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
-    """Outputs `[T, splits, H, value]` and LSE `[T, splits, H]` of the splits; those of empty splits are 0 and −inf."""
+    """Outputs `[T, splits, H, value]` and LSE `[T, splits, H]` of the splits. The LSE of an empty one is −inf; its output
+    is 0 where there is no other, and else not written."""
     tokens, heads, width = q.shape
     value, num_rows = width - 64, pool.shape[1]
-    half = value // 2
+    half = value // (2 * config.columns)
     real = min(heads, HEADS)
     fixed = config.split_rows is not None
     splits = pl.cdiv(rows.shape[1], config.split_rows) if fixed else min(config.splits, rows.shape[1] // PAIR)
     # As in Triton: parts that are rounded are half the bytes to merge.
     dtype = jnp.dtype(out_dtype) if splits == 1 else q.dtype if splits <= 16 else jnp.dtype(jnp.float32)
+    # What leaves through one slot must fit there.
+    in_turn = min(config.in_turn, splits) if dtype.itemsize == 2 else 1
     packed = pool.dtype == jnp.uint32
     if packed and config.interpret:
         pool, packed = unpack_rows(pool, value, width - value).astype(q.dtype), False
@@ -72,16 +75,17 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
 
     def kernel(
         q_ref, pool_ref, layer_ref, rows_ref, count_ref, out_ref, lse_ref,
-        query, keys_or_out, weights, stats, loaded, free, ready, done, landed,
+        query, keys_or_out, weights, stats, loaded, free, ready, done, seen, landed,
     ):  # fmt: skip
-        keys, staged = keys_or_out
+        keys, (*_, staged) = keys_or_out
         top = stats.at[0]
-        token, split, block = lax.axis_index("token"), lax.axis_index("split"), lax.axis_index("block")
-        warpgroup = lax.axis_index("warpgroup")
-        block_heads = pl.ds(block * real, real)
+        token, block, warpgroup = lax.axis_index("token"), lax.axis_index("block"), lax.axis_index("warpgroup")
+        block_heads = pl.ds(lax.div(block, jnp.int32(config.columns)) * real, real)
         number = count_ref[token]
-        first, last = _bounds(number, split, splits, config)
-        pairs = last - first
+        begin = lax.axis_index("split") * in_turn
+        end = jnp.minimum(begin + in_turn, splits)
+        first, _ = _bounds(number, begin, splits, config)
+        _, last = _bounds(number, end - 1, splits, config)
         tiles.start(landed)
 
         def consumer(me):
@@ -89,12 +93,16 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             layout = plgpu.Layout.WGMMA
             a_head = layout.reduce(1)
             plgpu.set_max_registers(tiles.registers[0], action="increase")
-            if me == 0:
-                for i in range(HEADS // real):
-                    plgpu.copy_gmem_to_smem(q_ref.at[token, block_heads], query.at[0, pl.ds(i * real, real)], loaded)
-            plgpu.barrier_wait(loaded)
             column = plgpu.broadcasted_iota(jnp.int32, (HEADS, TILE), 1, layout=layout)
-            mine = pl.ds(me * half, half)
+            mine = pl.ds((2 * lax.rem(block, jnp.int32(config.columns)) + me) * half, half)
+
+            @pl.when(last > first)
+            def _():
+                if me == 0:
+                    for i in range(HEADS // real):
+                        into = query.at[0, pl.ds(i * real, real)]
+                        plgpu.copy_gmem_to_smem(q_ref.at[token, block_heads], into, loaded)
+                plgpu.barrier_wait(loaded)
 
             def scores(i):
                 tiles.wait(landed, me, i)
@@ -107,7 +115,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 left = number - (first * PAIR + (2 * i + me) * TILE)
                 return jnp.where(column < left, score * (scale * _LOG2_E), _LOWEST)
 
-            def own(score, carry):
+            def own(score, carry, kept):
                 values, old, sum_ = carry
                 new = jnp.maximum(old, score.max(axis=1))
                 keep = jnp.exp2(old - new)
@@ -119,19 +127,19 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 top[...] = new
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ready.at[me])
-                return add(values, keep, weight, me), new, sum_
+                return add(values, keep, weight, me, kept), new, sum_
 
-            def others(i, carry):
+            def others(i, carry, kept):
                 values, old, sum_ = carry
                 plgpu.barrier_wait(ready.at[other])
                 new = plgpu.load(top, layout=a_head)
                 keep = jnp.exp2(old - new)
                 tiles.wait(landed, other, i)
-                return add(values, keep, None, other), new, sum_ * keep
+                return add(values, keep, None, other, kept), new, sum_ * keep
 
-            def add(values, keep, weight, slot):
-                """Values so far, reduced to `keep`, and those of a tile, which is then free. The other's weights are in
-                shared memory, own ones still in registers."""
+            def add(values, keep, weight, slot, kept):
+                """Values so far, reduced to `keep`, and those of a tile, which is then free, unless it is `kept`. The other's
+                weights are in shared memory, own ones still in registers."""
                 values = values * _columns(keep, values)
 
                 def product(total, weight):
@@ -143,37 +151,66 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                     values += pl.run_scoped(lambda total: (product(total, None), total[...])[1], empty)
                 else:
                     values = pl.run_state(lambda total: product(total, weight))(plgpu.ACC.init(values))
-                plgpu.barrier_arrive(free.at[slot])
+                if in_turn == 1 or slot == 0:
+                    plgpu.barrier_arrive(free.at[slot])
+                else:
+                    pl.when(jnp.logical_not(kept))(lambda: plgpu.barrier_arrive(free.at[slot]))
                 return values
 
-            def pair(i, carry):
-                if me == 0:
-                    return others(i, own(scores(i), carry))
-                if config.early:
-                    score = scores(i)
-                    return own(score, others(i, carry))
-                carry = others(i, carry)
-                return own(scores(i), carry)
+            def part(split, _):
+                """One split, from its first product to its output."""
+                since, until = (x - first for x in _bounds(number, split, splits, config))
 
-            nothing = (
-                plgpu.layout_cast(jnp.zeros((HEADS, half), jnp.float32), layout),
-                plgpu.layout_cast(jnp.full((HEADS,), _LOWEST, jnp.float32), a_head),
-                plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), a_head),
-            )
-            values, highest, sum_ = lax.fori_loop(0, pairs, pair, nothing)
-            stats[1 + me] = sum_
-            plgpu.barrier_arrive(done.at[me])
-            plgpu.barrier_wait(done.at[other])
-            sum_ += plgpu.load(stats.at[1 + other], layout=a_head)
-            safe = jnp.where(sum_ > 0, sum_, 1.0)
-            staged[me] = (values * _columns(1.0 / safe, values)).astype(dtype)
-            if me == 0:
-                stats[3] = jnp.where(sum_ > 0, (highest + jnp.log2(safe)) * math.log(2.0), -jnp.inf)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staged.at[me, pl.ds(0, real)], out_ref.at[token, split, block_heads, mine])
-            if me == 0:
-                plgpu.copy_smem_to_gmem(stats.at[3, pl.ds(0, real)], lse_ref.at[token, split, block_heads])
-            plgpu.wait_smem_to_gmem(0)
+                def pair(i, carry):
+                    kept = i == until - 1
+                    if me == 0:
+                        return others(i, own(scores(i), carry, kept), kept)
+                    if config.early:
+                        score = scores(i)
+                        return own(score, others(i, carry, kept), kept)
+                    carry = others(i, carry, kept)
+                    return own(scores(i), carry, kept)
+
+                nothing = (
+                    plgpu.layout_cast(jnp.zeros((HEADS, half), jnp.float32), layout),
+                    plgpu.layout_cast(jnp.full((HEADS,), _LOWEST, jnp.float32), a_head),
+                    plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), a_head),
+                )
+                values, highest, sum_ = lax.fori_loop(since, until, pair, nothing)
+                if in_turn > 1:  # the other has read what it must of the split before
+                    pl.when(split > begin)(lambda: plgpu.barrier_wait(seen.at[other]))
+                stats[1 + me] = sum_
+                plgpu.barrier_arrive(done.at[me])
+                plgpu.barrier_wait(done.at[other])
+                sum_ += plgpu.load(stats.at[1 + other], layout=a_head)
+                if in_turn > 1:
+                    plgpu.barrier_arrive(seen.at[me])
+                safe = jnp.where(sum_ > 0, sum_, 1.0)
+                if me == 0:
+                    stats[3] = jnp.where(sum_ > 0, (highest + jnp.log2(safe)) * math.log(2.0), -jnp.inf)
+
+                def write():
+                    staged[me] = (values * _columns(1.0 / safe, values)).astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(staged.at[me, pl.ds(0, real)], out_ref.at[token, split, block_heads, mine])
+                    if in_turn > 1:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        plgpu.barrier_arrive(free.at[1])
+
+                if splits == 1:
+                    write()
+                else:
+                    pl.when(until > since)(write)
+                if me == 0:
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(stats.at[3, pl.ds(0, real)], lse_ref.at[token, split, block_heads])
+                plgpu.wait_smem_to_gmem(0)
+
+            if in_turn == 1:
+                part(begin, None)
+            else:
+                lax.fori_loop(begin, end, part, None)
+                plgpu.barrier_wait(seen.at[other])
 
         pl.when(warpgroup == 0)(lambda: consumer(0))
         pl.when(warpgroup == 1)(lambda: consumer(1))
@@ -186,21 +223,23 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             def when_free(slot, turn):
                 pl.when(turn > 0)(lambda: plgpu.barrier_wait(free.at[slot]))
 
-            tiles.bring(landed, source, pairs, keys, when_free)
+            tiles.bring(landed, source, last - first, keys, when_free)
 
-            @pl.when(pairs > 0)
+            @pl.when(last > first)
             def _():
                 for slot in range(2):
                     plgpu.barrier_wait(free.at[slot])
 
+    tile = plgpu.SMEM((TILE, width), q.dtype, transforms=TRANSFORMS)
     out_transforms = plgpu.TilingTransform((8, 128 // dtype.itemsize)), plgpu.SwizzleTransform(128)
+    out_tile = plgpu.SMEM((2, HEADS, half), dtype, transforms=out_transforms)
     return plgpu.kernel(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct((tokens, splits, heads, value), dtype),
             jax.ShapeDtypeStruct((tokens, splits, heads), jnp.float32),
         ),
-        grid=(tokens, splits, heads // real),
+        grid=(tokens, pl.cdiv(splits, in_turn), heads // real * config.columns),
         grid_names=("token", "split", "block"),
         num_threads=3,
         thread_name="warpgroup",
@@ -209,12 +248,14 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             plgpu.SMEM((1, HEADS, width), q.dtype, transforms=TRANSFORMS),
             plgpu.RefUnion(
                 plgpu.SMEM((2, TILE, width), q.dtype, transforms=TRANSFORMS),
-                plgpu.SMEM((2, HEADS, half), dtype, transforms=out_transforms),
+                # Of splits in turn all but the last leave through the second slot; the first has the next one's rows already.
+                (tile, out_tile) if in_turn > 1 else (out_tile,),
             ),
             plgpu.SMEM((1, HEADS, TILE), q.dtype, transforms=TRANSFORMS),
             plgpu.SMEM((4, HEADS), jnp.float32),
             plgpu.Barrier(num_arrivals=HEADS // real),
             plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_barriers=2),
             tiles.scratch(),
