@@ -31,6 +31,16 @@ def test_the_interpreted_kernel_equals_float64(kind, config, dtype):
     case.check(*case.run("mosaic", dataclasses.replace(config, interpret=True), dtype), CLOSE["bfloat16"])
 
 
+def test_splits_in_turn_and_columns_have_the_bits_of_splits_apart():
+    """Three splits, the last one short, for tokens with 0, 1 and 300 rows; one block takes two of them, one the third."""
+    case = case_of(3, 64, 300)
+    apart = MosaicMLAConfig(split_rows=128, interpret=True)
+    first = case.run("mosaic", apart, jnp.bfloat16)
+    case.check(*first, CLOSE["bfloat16"])
+    for change in ({"in_turn": 2, "columns": 2}, {"in_turn": 4}):
+        same_bits(case.run("mosaic", dataclasses.replace(apart, **change), jnp.bfloat16), first)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bfloat16", "packed"])
 @pytest.mark.parametrize(
@@ -39,6 +49,8 @@ def test_the_interpreted_kernel_equals_float64(kind, config, dtype):
         (17, 64, None, jnp.bfloat16),
         (5, 128, MosaicMLAConfig(early=True), jnp.float32),
         (33, 32, MosaicMLAConfig(split_rows=512), jnp.bfloat16),
+        (33, 64, MosaicMLAConfig(split_rows=512, in_turn=3), jnp.bfloat16),
+        (7, 128, MosaicMLAConfig(split_rows=512, columns=4), jnp.bfloat16),
     ],
 )
 def test_equals_float64_on_a_gpu(tokens, heads, config, dtype, kind):
@@ -53,11 +65,13 @@ def test_equals_float64_on_a_gpu(tokens, heads, config, dtype, kind):
 
 
 @pytest.mark.gpu
-def test_invariant_bits_do_not_depend_on_the_other_tokens():
-    many = case_of(40, 64, 2048, rows=6000)
+@pytest.mark.parametrize("tokens", [40, 100])
+def test_invariant_bits_do_not_depend_on_the_other_tokens(tokens):
+    """Of tokens whose blocks take two or four splits in turn, beside one whose splits are dealt out by columns."""
+    many = case_of(tokens, 64, 2048, rows=6000)
     together = many.run("mosaic", invariant=True)
-    for t in (2, 39):
-        alone = case_of(40, 64, 2048, rows=6000)
+    for t in (2, tokens - 1):
+        alone = case_of(tokens, 64, 2048, rows=6000)
         alone.q, alone.rows, alone.count = alone.q[t : t + 1], alone.rows[t : t + 1], alone.count[t : t + 1]
         same_bits(alone.run("mosaic", invariant=True), jax.tree.map(lambda x, t=t: x[t : t + 1], together))
 
@@ -122,12 +136,14 @@ def test_triton_serves_what_is_not_here_or_not_ahead(more):
 
 
 def test_fixed_places_are_the_same_for_every_number_of_tokens():
-    shapes = [(tokens, 64, 576) for tokens in (1, 8, 16, 300)]
+    shapes = [(tokens, 64, 576) for tokens in (1, 16, 32, 64, 128, 300)]
     backends, configs = zip(
         *(fitting("mosaic", **SERVED | {"shape": x, "invariant": True}) for x in shapes), strict=True
     )
     assert set(backends) == {"mosaic"}
-    assert len(set(configs)) == 1
+    assert {c.split_rows for c in configs} == {512}
+    # As few rounds of the chip as there can be, in as few blocks.
+    assert [(c.in_turn, c.columns) for c in configs] == [(1, 4), (1, 2), (1, 1), (2, 1), (4, 1), (2, 1)]
 
 
 @pytest.mark.parametrize(
