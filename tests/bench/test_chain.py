@@ -53,6 +53,21 @@ def test_every_layer_of_sparse_mla_is_computed(monkeypatch):
     assert got["predicted_us"] == pytest.approx(512 * 1152 / READ_CEILING * 1e6 + 6, abs=0.06)
 
 
+def test_sparse_mla_has_the_arms_that_the_engine_would_take():
+    found = kernels_mla.cases()
+    arms = {(x.arm, *x.shape.values()) for x in found}
+    assert len(arms) == len(found)
+    for records in ("bfloat16", "fp8"):
+        assert ("mosaic", 16, 64, 2048, records, False) in arms and ("triton", 16, 64, 2048, records, False) in arms
+        for tokens in (1, 4, 16, 64, 128):
+            assert sum((arm, tokens, 64, 2048, records, True) in arms for arm in ("triton", "mosaic")) == 1
+    assert ("mosaic", 64, 32, 512, "bfloat16", False) in arms and ("mosaic", 64, 32, 512, "fp8", False) not in arms
+    assert not any(x.shape["invariant"] for x in kernels_mla.cases(arms=("triton", "xla")))
+    (fixed,) = (x for x in found if list(x.shape.values()) == [16, 64, 2048, "bfloat16", True])
+    # Rows at the ceiling, and a launch for splits and one for merging them.
+    assert fixed.predicted_us == pytest.approx(16 * 2048 * 1152 / READ_CEILING * 1e6 + 6)
+
+
 def test_the_other_parts_run():
     """The XLA arms of small shapes, whose inputs are those of the tables."""
     found = [
