@@ -50,10 +50,8 @@ def cases(
 def _case(
     arm: str, kind: str, b: int, h: int, n: int, layers: int, num_rows: int, invariant: bool = False
 ) -> Case:  # fmt: skip
-    if arm == "mosaic":
-        config = MosaicMLAConfig.choose(b, h, n, invariant=invariant)
-    else:
-        config = SparseMLAConfig.choose(b, h, n, packed=kind == "fp8", invariant=invariant)
+    choose = MosaicMLAConfig.choose if arm == "mosaic" else SparseMLAConfig.choose
+    config = choose(b, h, n, packed=kind == "fp8", invariant=invariant)
 
     def call(layer, q, rows, count, pool):
         return sparse_mla(

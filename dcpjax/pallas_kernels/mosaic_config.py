@@ -38,27 +38,31 @@ class MosaicMLAConfig:
     interpret: bool = False
 
     @classmethod
-    def choose(cls, tokens: int, heads: int, width: int, *, invariant: bool = False) -> "MosaicMLAConfig":
+    def choose(
+        cls, tokens: int, heads: int, width: int, *, packed: bool = False, invariant: bool = False
+    ) -> "MosaicMLAConfig":
         """What was fastest on an H200: about as many blocks as it has multiprocessors, each with a pair of tiles at least of a
-        list of `width` rows. `invariant`: with the same bits for every number of tokens."""
+        list of `width` rows, plain or packed. `invariant`: with the same bits for every number of tokens."""
         # Blocks of one token read the same rows, which then come from the cache.
         early = heads > HEADS
         blocks = tokens * pl.cdiv(heads, HEADS)
         if invariant:
-            return cls(split_rows=_INVARIANT_ROWS, **_shared(blocks, pl.cdiv(width, _INVARIANT_ROWS)), early=early)
+            in_turn, columns = _dealt(blocks, pl.cdiv(width, _INVARIANT_ROWS))
+            early |= in_turn == 4 and not packed
+            return cls(split_rows=_INVARIANT_ROWS, in_turn=in_turn, columns=columns, early=early)
         splits = next((n for n in (8, 4, 2) if n * blocks <= _MULTIPROCESSORS), 1)
         return cls(splits=max(1, min(splits, pl.cdiv(width, PAIR))), early=early)
 
 
-def _shared(blocks: int, splits: int) -> dict[str, int]:
-    """How `blocks` of heads with fixed `splits` each are dealt out: fewest rounds of the chip, then fewest blocks."""
+def _dealt(blocks: int, splits: int) -> tuple[int, int]:
+    """Splits that a block takes in turn, and blocks that share one, where all are `splits` times `blocks`: in the least time on
+    the whole chip, and then in as few blocks as can be."""
 
-    def rounds(in_turn):
+    def splits_long(in_turn):
         return pl.cdiv(blocks * pl.cdiv(splits, in_turn), _MULTIPROCESSORS) * in_turn
 
-    in_turn = min((4, 2, 1), key=rounds)
     columns = next((n for n in (4, 2) if n * blocks * splits <= _MULTIPROCESSORS), 1)
-    return {"in_turn": in_turn, "columns": columns}
+    return min((4, 2, 1), key=splits_long), columns
 
 
 def has_shape(heads: int, value: int, rope: int, dtype: Any) -> bool:
@@ -75,7 +79,7 @@ def is_ahead(tokens: int, heads: int, width: int, packed: bool = False, invarian
     if width < 512:
         return False
     if invariant:
-        return heads == 64 and not packed
+        return heads == 64
     return tokens >= 16 and (heads == 64 if packed else heads in (32, 64, 128))
 
 

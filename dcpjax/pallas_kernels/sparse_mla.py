@@ -34,7 +34,7 @@ def fitting(
     packed = dtype == jnp.uint32
     here = has_shape(heads, value_width, columns - value_width, dtype) and out_dtype == jnp.bfloat16
     if backend == "mosaic" and here and is_ahead(tokens, heads, width, packed, invariant):
-        return backend, MosaicMLAConfig.choose(tokens, heads, width, invariant=invariant)
+        return backend, MosaicMLAConfig.choose(tokens, heads, width, packed=packed, invariant=invariant)
     config = SparseMLAConfig.choose(tokens, heads, width, packed=packed, invariant=invariant)
     return "triton" if backend == "mosaic" else backend, config
 
@@ -63,9 +63,10 @@ def sparse_mla(
     config: of the kernel, by default the one measured best for the shape. invariant: the kernel's bits for a token do not depend on the others.
     Raises `NotImplementedError` where the backend has not the shape or the dtype.
     """
+    packed = pool.dtype == jnp.uint32
     if backend == "mosaic":
         if config is None:
-            config = MosaicMLAConfig.choose(q.shape[0], q.shape[1], rows.shape[1], invariant=invariant)
+            config = MosaicMLAConfig.choose(*q.shape[:2], rows.shape[1], packed=packed, invariant=invariant)
         # Not before it is needed: it brings a compiler along.
         from dcpjax.pallas_kernels.sparse_mla_mosaic import sparse_mla_mosaic
 
@@ -74,8 +75,7 @@ def sparse_mla(
         )
     if backend != "xla":
         if config is None:
-            packed = pool.dtype == jnp.uint32
-            config = SparseMLAConfig.choose(q.shape[0], q.shape[1], rows.shape[1], packed=packed, invariant=invariant)
+            config = SparseMLAConfig.choose(*q.shape[:2], rows.shape[1], packed=packed, invariant=invariant)
         config = dataclasses.replace(config, interpret=backend == "interpret")
         return sparse_mla_triton(
             q, pool, layer, rows, count, value_width=value_width, scale=scale, out_dtype=out_dtype, config=config

@@ -33,12 +33,11 @@ def test_the_interpreted_kernel_equals_float64(kind, config, dtype):
 
 def test_splits_in_turn_and_columns_have_the_bits_of_splits_apart():
     """Three splits, the last one short, for tokens with 0, 1 and 300 rows; one block takes two of them, one the third."""
-    case = case_of(3, 64, 300)
+    case = case_of(3, 8, 300)
     apart = MosaicMLAConfig(split_rows=128, interpret=True)
     first = case.run("mosaic", apart, jnp.bfloat16)
     case.check(*first, CLOSE["bfloat16"])
-    for change in ({"in_turn": 2, "columns": 2}, {"in_turn": 4}):
-        same_bits(case.run("mosaic", dataclasses.replace(apart, **change), jnp.bfloat16), first)
+    same_bits(case.run("mosaic", dataclasses.replace(apart, in_turn=2, columns=2), jnp.bfloat16), first)
 
 
 @pytest.mark.gpu
@@ -65,13 +64,13 @@ def test_equals_float64_on_a_gpu(tokens, heads, config, dtype, kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [40, 100])
-def test_invariant_bits_do_not_depend_on_the_other_tokens(tokens):
+@pytest.mark.parametrize("tokens, kind", [(40, "packed"), (100, "bfloat16")])
+def test_invariant_bits_do_not_depend_on_the_other_tokens(tokens, kind):
     """Of tokens whose blocks take two or four splits in turn, beside one whose splits are dealt out by columns."""
-    many = case_of(tokens, 64, 2048, rows=6000)
+    many = case_of(tokens, 64, 2048, 6000, kind)
     together = many.run("mosaic", invariant=True)
     for t in (2, tokens - 1):
-        alone = case_of(tokens, 64, 2048, rows=6000)
+        alone = case_of(tokens, 64, 2048, 6000, kind)
         alone.q, alone.rows, alone.count = alone.q[t : t + 1], alone.rows[t : t + 1], alone.count[t : t + 1]
         same_bits(alone.run("mosaic", invariant=True), jax.tree.map(lambda x, t=t: x[t : t + 1], together))
 
@@ -142,7 +141,7 @@ def test_fixed_places_are_the_same_for_every_number_of_tokens():
     )
     assert set(backends) == {"mosaic"}
     assert {c.split_rows for c in configs} == {512}
-    # As few rounds of the chip as there can be, in as few blocks.
+    # Of 132 multiprocessors none waits longer than it must, in as few blocks as can be.
     assert [(c.in_turn, c.columns) for c in configs] == [(1, 4), (1, 2), (1, 1), (2, 1), (4, 1), (2, 1)]
 
 
