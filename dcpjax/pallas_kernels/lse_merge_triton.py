@@ -27,7 +27,8 @@ class MergeConfig:
     def choose(cls, rows: int, width: int, interpret: bool = False) -> "MergeConfig":
         """What was fastest on an H200: few rows are cut finer, so that there are programs for the whole chip."""
         if rows <= 2048:
-            return cls(rows=1, width=min(128 if rows <= 128 else 256, width), warps=1, interpret=interpret)
+            most = 128 if rows <= 128 else 256 if rows <= 512 else 512
+            return cls(rows=1, width=min(most, width), warps=1, interpret=interpret)
         return cls(rows=4, width=width, warps=4, interpret=interpret)
 
 

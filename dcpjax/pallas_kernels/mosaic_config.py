@@ -48,9 +48,9 @@ class MosaicMLAConfig:
         blocks = tokens * pl.cdiv(heads, HEADS)
         if invariant:
             in_turn, columns = _dealt(blocks, pl.cdiv(width, _INVARIANT_ROWS))
-            early |= in_turn == 4 and not packed
+            early |= in_turn > 1 and not packed
             return cls(split_rows=_INVARIANT_ROWS, in_turn=in_turn, columns=columns, early=early)
-        splits = next((n for n in (8, 4, 2) if n * blocks <= _MULTIPROCESSORS), 1)
+        splits = next((n for n in (16, 8, 4, 2) if n * blocks <= _MULTIPROCESSORS), 1)
         return cls(splits=max(1, min(splits, pl.cdiv(width, PAIR))), early=early)
 
 
@@ -80,7 +80,7 @@ def is_ahead(tokens: int, heads: int, width: int, packed: bool = False, invarian
         return False
     if invariant:
         return heads == 64
-    return tokens >= 16 and (heads == 64 if packed else heads in (32, 64, 128))
+    return tokens >= (4 if width >= 2048 else 16) and (heads == 64 if packed else heads in (32, 64, 128))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,9 @@ _BLOCKS = 9  # of 64 columns
 # A thread reads, of each of its rows, twice 32 bytes of latent, all scales, and 16 bytes of key.
 _READS = ((0, 0), (0, 16), (0, 256), (0, 272), (1, _SCALES), (2, _KEY))
 _WORDS = 4 * len(_READS)
-_PAIR = plgpu.Layout.WG_STRIDED((2 * _WORDS * _THREADS,), vec_size=4)
+_ROW = plgpu.Layout.WG_STRIDED((_WORDS * _THREADS,), vec_size=4)
+# Eight threads of a row that each ask for a line so far apart ask for all of its lines of 128 bytes.
+_APART = 92
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,24 +160,35 @@ class RecordRows(Landing):
     def bring(
         self, scratch, source: Source, pairs: jax.Array, tiles: jax.Ref, when_free: Callable[[int, jax.Array], None]
     ) -> None:
-        """As `AsyncRows.bring`, to `tiles [2, TILE, 576]` bfloat16. Two rows a thread are read at once, and the numbers of
-        the next tile behind the first two."""
+        """As `AsyncRows.bring`, to `tiles [2, TILE, 576]` bfloat16. A thread reads a row while it takes the one before apart, also
+        from a tile to the next one, whose rows it has brought to the cache before."""
 
-        def tile(turn, slot, held):
-            first = _read(source.pool, held, (0, 1))
-            # Past the last tile: the last one's once more.
-            after = _numbers(source, jnp.minimum(2 * turn + slot + 1, 2 * pairs - 1) * TILE)
-            when_free(slot, turn)
-            _store(tiles.at[slot], first, (0, 1))
-            _store(tiles.at[slot], _read(source.pool, held, (2, 3)), (2, 3))
+        def tile(turn, slot, carry):
+            held, words = carry
+            for i in range(4):
+                if i < 3:
+                    ahead = _read(source.pool, held, i + 1)
+                if i == 2:
+                    # Past the last tile: the last one's once more.
+                    held = _numbers(source, jnp.minimum(2 * turn + slot + 1, 2 * pairs - 1) * TILE)
+                    _prefetch(source.pool, held)
+                if i == 3:
+                    ahead = _read(source.pool, held, 0)
+                if i == 0:
+                    when_free(slot, turn)
+                _store(tiles.at[slot], words, i)
+                words = ahead
             _publish(scratch[0], slot)
-            return after
+            return held, words
 
         @pl.when(pairs > 0)
         def _():
+            held = _numbers(source, jnp.int32(0))
             lax.fori_loop(
-                0, pairs, lambda turn, held: tile(turn, 1, tile(turn, 0, held)), _numbers(source, jnp.int32(0))
-            )
+                0, pairs,
+                lambda turn, carry: tile(turn, 1, tile(turn, 0, carry)),
+                (held, _read(source.pool, held, 0)),
+            )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,38 +252,42 @@ def _numbers(source: Source, place: jax.Array) -> jax.Array:
     return _numbers(source.rows.at[source.token], source.place + place, source.count, source.base)
 
 
-def _read(pool, held, which):
-    """Words of two of the thread's four rows."""
+def _prefetch(pool, held):
+    """Has the thread's four rows brought to the chip's cache."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _HELD))
+    def prefetch(ctx, pool, held):
+        for i in range(4):
+            _asm("prefetch.global.L2 [$0];", "l", *_in_record(pool, held, i, _APART))
+
+    prefetch(pool, held)
+
+
+def _read(pool, held, i):
+    """Words of the thread's `i`-th row."""
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _HELD),
-        return_type=plgpu.ShapeDtypeStruct((2 * _WORDS * _THREADS,), jnp.int32, _PAIR),
+        arg_types=(plgpu.RefType(), _HELD), return_type=plgpu.ShapeDtypeStruct((_WORDS * _THREADS,), jnp.int32, _ROW)
     )
     def read(ctx, pool, held):
-        kind, wide = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        part, _ = _part_and_row()
-        words = []
-        for i in which:
-            number = arith.extsi(wide, vector.extract(held.registers.item(), [], [i]))
-            row = arith.addi(_address(pool), arith.muli(number, arith.constant(wide, _RECORD)))
-            latent, key = (arith.addi(row, arith.extui(wide, arith.muli(part, _i32(size)))) for size in (32, 16))
-            code = "\n".join(
-                f"ld.global.nc.v4.u32 {{${4 * n}, ${4 * n + 1}, ${4 * n + 2}, ${4 * n + 3}}}, [${_WORDS + at} + {offset}];"
-                for n, (at, offset) in enumerate(_READS)
-            )
-            struct = llvm.StructType.get_literal([kind] * _WORDS)
-            outs = ",".join(["=r"] * _WORDS + ["l"] * 3)
-            result = llvm.inline_asm(struct, [latent, row, key], code, outs, has_side_effects=True)
-            words += [llvm.extractvalue(kind, result, [n]) for n in range(_WORDS)]
-        return _registers_in([_vector_of(words[n : n + 4]) for n in range(0, len(words), 4)], _PAIR)
+        kind = ir.IntegerType.get_signless(32)
+        code = "\n".join(
+            f"ld.global.nc.v4.u32 {{${4 * n}, ${4 * n + 1}, ${4 * n + 2}, ${4 * n + 3}}}, [${_WORDS + at} + {offset}];"
+            for n, (at, offset) in enumerate(_READS)
+        )
+        struct = llvm.StructType.get_literal([kind] * _WORDS)
+        outs = ",".join(["=r"] * _WORDS + ["l"] * 3)
+        result = llvm.inline_asm(struct, _in_record(pool, held, i, 32, 0, 16), code, outs, has_side_effects=True)
+        words = [llvm.extractvalue(kind, result, [n]) for n in range(_WORDS)]
+        return _registers_in([_vector_of(words[n : n + 4]) for n in range(0, _WORDS, 4)], _ROW)
 
     return read(pool, held)
 
 
-def _store(tile, words, which):
-    """Values of these words to their places in a tile."""
+def _store(tile, words, i):
+    """Values of these words to the thread's `i`-th row of a tile."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), _PAIR))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), _ROW))
     def store(ctx, tile, words):
         part, row = _part_and_row()
         place = _row_place(tile, row, _BLOCKS)
@@ -281,10 +298,8 @@ def _store(tile, words, which):
         low, high = (
             arith.addi(arith.addi(place, _swizzled(x, row)), half) for x in (quarter, arith.addi(quarter, _i32(4)))
         )
-        flat = [vector.extract(x, [], [n]) for x in words.registers.flat for n in range(4)]
-        for n, i in enumerate(which):
-            args = *flat[n * _WORDS : (n + 1) * _WORDS], latent, low, high
-            _asm(_unpack(i * 2 * _BLOCKS * _BOX), ",".join("r" * len(args)), *args)
+        args = *(vector.extract(x, [], [n]) for x in words.registers.flat for n in range(4)), latent, low, high
+        _asm(_unpack(i * 2 * _BLOCKS * _BOX), ",".join("r" * len(args)), *args)
 
     store(tile, words)
 
@@ -337,6 +352,15 @@ def _part_and_row():
     """Which 16 bytes of 128 a thread of the producer copies, and of which of 16 rows."""
     thread = arith.remui(utils.thread_idx(), _i32(_THREADS))
     return arith.remui(thread, _i32(8)), arith.divui(thread, _i32(8))
+
+
+def _in_record(pool, held, i: int, *sizes: int):
+    """Addresses in the thread's `i`-th row: for each size, those of its eight threads are so far apart."""
+    wide = ir.IntegerType.get_signless(64)
+    number = arith.extsi(wide, vector.extract(held.registers.item(), [], [i]))
+    row = arith.addi(_address(pool), arith.muli(number, arith.constant(wide, _RECORD)))
+    part, _ = _part_and_row()
+    return [arith.addi(row, arith.extui(wide, arith.muli(part, _i32(size)))) for size in sizes]
 
 
 def _row_place(tile, row, blocks: int):

@@ -114,7 +114,8 @@ SERVED = {"shape": (128, 64, 576), "value_width": 512, "dtype": jnp.bfloat16, "o
 @pytest.mark.parametrize(
     "more",
     [
-        {"shape": (8, 64, 576)},
+        {"shape": (3, 64, 576)},
+        {"shape": (15, 64, 576), "width": 1024},
         {"shape": (128, 16, 576)},
         {"shape": (128, 96, 576)},
         {"shape": (128, 64, 192), "value_width": 128},
@@ -146,7 +147,8 @@ def test_fixed_places_are_the_same_for_every_number_of_tokens():
 
 
 @pytest.mark.parametrize(
-    "tokens, heads, width, splits", [(16, 64, 2048, 8), (64, 64, 2048, 2), (128, 64, 2048, 1), (16, 32, 512, 4)]
+    "tokens, heads, width, splits",
+    [(4, 64, 2048, 16), (16, 64, 2048, 8), (64, 64, 2048, 2), (128, 64, 2048, 1), (16, 32, 512, 4)],
 )
 def test_splits_fill_the_chip(tokens, heads, width, splits):
     assert MosaicMLAConfig.choose(tokens, heads, width).splits == splits
