@@ -13,15 +13,27 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from dcpjax.pallas_kernels.pairs import listed, of_pair, of_tile
-from dcpjax.pallas_kernels.tiles import block_of, fit, prepared, product, reader, served
+from dcpjax.pallas_kernels.pairs import listed, of_one, of_pair, of_tile
+from dcpjax.pallas_kernels.tiles import (
+    LONE,
+    block_of,
+    fit,
+    lone_reader,
+    prepared,
+    prepared_hidden,
+    product,
+    reader,
+    served,
+    whole,
+)
 from dcpjax.quant import QArray
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
     """into, out: columns of the hidden layer and of the result a program; depth: of one step along the sum; rows: pairs in a
-    listed tile, 0 for a tile of all tokens without a list; into_splits, out_splits: programs that share a sum."""
+    listed tile, 0 for a tile of all tokens without a list, 1 for a pair by itself; into_splits, out_splits: programs that
+    share a sum."""
 
     into: int = 32
     out: int = 64
@@ -45,6 +57,9 @@ class ExpertsConfig:
         if tokens <= (1024 if packed else 512) and quantised:
             # Two warps read whole words of bytes from shared memory, four only pairs of bytes.
             rows, depth, warps = min(rows, 16), 256 if packed else 128, 2
+            if tokens <= (4 if packed else 1):
+                # Few chose the same expert: it may as well be read for each of them.
+                rows = 1
             if tokens == 1:
                 # So few programs would wait for memory more than they read it.
                 into, splits = 64 if packed else 32, 2
@@ -92,27 +107,29 @@ def experts_triton(
     if config is None:
         config = ExpertsConfig.choose(tokens, gate, down)
     pairs = tokens * per_token
-    if config.rows:
+    if config.rows > 1:
         rows, lists = config.rows, listed(experts, gate.shape[-3], config.rows)
         mine = functools.partial(of_tile, pairs=pairs, per_token=per_token)
     else:
-        rows = max(16, pl.next_power_of_2(tokens))
         lists = (jnp.pad(experts.reshape(-1), (0, pl.next_power_of_2(pairs) - pairs), constant_values=-1),)
-        mine = functools.partial(of_pair, tokens=tokens, per_token=per_token, rows=rows)
+        rows, mine = 0, functools.partial(of_one, per_token=per_token)
+        if not config.rows:
+            rows = max(16, pl.next_power_of_2(tokens))
+            mine = functools.partial(of_pair, tokens=tokens, per_token=per_token, rows=rows)
 
     # Rows past the pairs take what is computed where a tile has no pair.
     def parts(values, stacks, block, splits, dtype, of_pairs):
-        """Each stack's products with the `values` of its pairs: `[len(stacks), splits, pairs, out]`."""
+        """Each stack's products with the prepared `values` of its pairs: `[len(stacks), splits, pairs + rows, out]`."""
         shape = len(stacks), splits, pairs + rows, stacks[0].shape[-2]
-        args, structure = jax.tree.flatten((lists, prepared(values, stacks[0]), at, stacks))
+        args, structure = jax.tree.flatten((lists, values, at, stacks))
 
         def kernel(*refs):
             lists, *ins = jax.tree.unflatten(structure, refs[:-1])
             _products(mine(*lists), *ins, refs[-1], block, config.depth, of_pairs, interpret)
 
-        made = pl.pallas_call(
+        return pl.pallas_call(
             kernel,
-            grid=(shape[-1] // block, len(lists[0]) if config.rows else pairs, splits),
+            grid=(shape[-1] // block, len(lists[0]) if config.rows > 1 else pairs, splits),
             in_specs=[pl.BlockSpec(x.shape, lambda i, p, s, n=x.ndim: (0,) * n) for x in args],
             out_specs=pl.BlockSpec(shape, lambda i, p, s: (0, 0, 0, 0)),
             out_shape=jax.ShapeDtypeStruct(shape, dtype),
@@ -120,14 +137,12 @@ def experts_triton(
             interpret=interpret,
             name="experts_out" if of_pairs else "experts_into",
         )(*args)
-        return made[:, :, :pairs]
 
     at = jnp.asarray(layer, jnp.int32).reshape(1)
     kind = x.dtype if config.into_splits == 1 else jnp.float32
-    # Rounded as the products of whole matrices are.
-    both = parts(x, (gate, up), config.into, config.into_splits, kind, False).sum(1).astype(x.dtype)
-    hidden = (jax.nn.silu(both[0].astype(jnp.float32)) * both[1].astype(jnp.float32)).astype(x.dtype)
-    (out,) = parts(hidden, (down,), config.out, config.out_splits, jnp.float32, True).sum(1)
+    both = parts(prepared(x, gate, interpret), (gate, up), config.into, config.into_splits, kind, False)
+    hidden = prepared_hidden(both, pairs, x.dtype, down, interpret)
+    (out,) = parts(hidden, (down,), config.out, config.out_splits, jnp.float32, True)[:, :, :pairs].sum(1)
     return weighted_sum(out.reshape(tokens, per_token, width), experts, weight).astype(x.dtype)
 
 
@@ -144,20 +159,26 @@ def _products(mine, values, layer_ref, stacks, out_ref, block, depth, of_pairs, 
     begin, split = pl.program_id(0) * block, pl.program_id(2)
     steps = values_ref.shape[1] // depth // out_ref.shape[1]
     source = jnp.where(real, pair, 0) if of_pairs else token
-    read = reader(values_ref, source, real)
+    alone = jnp.ndim(pair) == 0
+    read = lone_reader(values_ref, source) if alone else reader(values_ref, source, real)
+    places = LONE if alone else len(pair)
 
     def step(i, acc):
         place, number = (layer_ref[0], expert), split * steps + i
         return tuple(
-            total + product(w, place, begin, block, number, depth, read, interpret)
+            product(total, w, place, begin, block, number, depth, read, interpret)
             for total, w in zip(acc, stacks, strict=True)
         )
 
     @pl.when(any_pair)
     def _():
-        zero = jnp.zeros((block, len(pair)), jnp.float32)
+        zero = jnp.zeros((block, places), jnp.float32)
         made = jax.lax.fori_loop(0, steps, step, (zero,) * len(stacks))
-        for i, total in enumerate(made):
+        for i, (total, w) in enumerate(zip(made, stacks, strict=True)):
+            total = whole(w, (layer_ref[0], expert), total, values_ref.dtype, interpret)
+            if alone:
+                # All columns are the same.
+                total = jnp.sum(jnp.where(jnp.arange(places, dtype=jnp.int32)[None] == 0, total, 0), axis=1)
             if factor_ref is not None:
-                total = total * factor_ref[source][None]
+                total = total * factor_ref[source]
             out_ref[i, split, pair, pl.ds(begin, block)] = total.T.astype(out_ref.dtype)

@@ -58,3 +58,11 @@ def of_pair(flat_ref: Any, tokens: int, per_token: int, rows: int) -> tuple[jax.
         it = jnp.minimum(token, tokens - 1) * per_token + j
         at = jnp.where((flat_ref[it] == expert) & (token < tokens), it, at)
     return expert, first, jnp.where(at < 0, tokens * per_token + token, at), at >= 0, jnp.minimum(token, tokens - 1)
+
+
+def of_one(flat_ref: Any, per_token: int) -> tuple[jax.Array, ...]:
+    """The same for the program of a pair that serves it alone; its pair and token are int32 scalars, and the pair is real.
+    `flat_ref [P]`: the experts of all pairs, int32."""
+    pair = pl.program_id(1)
+    expert = flat_ref[pair]
+    return expert, expert >= 0, pair, True, pair // per_token

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from dcpjax.pallas_kernels.tiles import block_of, fit, prepared, product, reader, served
+from dcpjax.pallas_kernels.tiles import block_of, fit, prepared, product, reader, served, whole
 from dcpjax.quant import LayerOf, QArray
 
 # Fewer would leave some of an H200's 132 multiprocessors without work.
@@ -56,7 +56,7 @@ def projection_triton(
         config = ProjectionConfig.choose(len(x), w)
     (tokens, width), rows = x.shape, w.shape[0]
     steps = width // config.depth // config.splits
-    args, structure = jax.tree.flatten((prepared(x, stack), jnp.asarray(layer, jnp.int32).reshape(1), stack))
+    args, structure = jax.tree.flatten((prepared(x, stack, interpret), jnp.asarray(layer, jnp.int32).reshape(1), stack))
 
     def kernel(*refs):
         ins = jax.tree.unflatten(structure, refs[:-1])
@@ -85,9 +85,10 @@ def _project(x, layer_ref, w, out_ref, *, tokens, steps, config, interpret):
     read = reader(x_ref, token, real)
 
     def step(i, acc):
-        return acc + product(w, (layer_ref[0],), begin, config.out, split * steps + i, config.depth, read, interpret)
+        return product(acc, w, (layer_ref[0],), begin, config.out, split * steps + i, config.depth, read, interpret)
 
     acc = jax.lax.fori_loop(0, steps, step, jnp.zeros((config.out, len(token)), jnp.float32))
+    acc = whole(w, (layer_ref[0],), acc, x_ref.dtype, interpret)
     if factor_ref is not None:
         acc = acc * factor_ref[token][None]
     column = begin + jnp.arange(config.out, dtype=jnp.int32)

@@ -13,10 +13,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from dcpjax.pallas_kernels.float16_triton import hidden_float16, tokens_float16
 from dcpjax.quant import QArray, unpack_e2m1
 
 # Offsets into arrays of bytes are signed 32-bit numbers up to 4 GiB, where they become 64-bit ones.
 _BAD_BYTES = range(1 << 31, 1 << 32)
+# Triton multiplies by no fewer tokens.
+LONE = 16
 
 
 def served(stack: jax.Array | QArray) -> bool:
@@ -48,32 +51,34 @@ def block_of(stack: jax.Array | QArray) -> tuple[int, int]:
     return (0, 0) if stack.packed else stack.block
 
 
-def in_float16(stack: QArray) -> bool:
-    """Whether bfloat16 tokens meet this stack `[…, out, in]` as float16, into which bytes are widened by fewer instructions.
-    It costs a pass over the tokens, which FP8 does without: its conversions take less time than its bytes."""
-    return stack.packed
+def in_float16(dtype: Any, stack: jax.Array | QArray) -> bool:
+    """Whether tokens of `dtype` meet this stack `[…, out, in]` as float16, into which bytes are widened by fewer instructions
+    than into bfloat16. It costs a pass over the tokens, which FP8 does without: its conversions take less time than its bytes."""
+    return dtype == jnp.bfloat16 and isinstance(stack, QArray) and stack.packed
 
 
-def prepared(x: jax.Array, stack: jax.Array | QArray) -> tuple[jax.Array, jax.Array | None]:
+def prepared(x: jax.Array, stack: jax.Array | QArray, interpret: bool = False) -> tuple[jax.Array, jax.Array | None]:
     """`x [T, in]` as `product` reads it for this stack, and what the products must be multiplied by: float32 `[T]`, or None.
 
-    For bytes that hold two columns, the even columns come first, then the odd ones. Tokens in float16 are each scaled by a
-    power of two that keeps their numbers exact, but for those below 2^-30 of a token's largest.
+    For bytes that hold two columns, the even columns come first, then the odd ones.
     """
-    if not isinstance(stack, QArray):
+    if not isinstance(stack, QArray) or not stack.packed:
         return x, None
-    split = x.reshape(len(x), -1, 2).swapaxes(1, 2).reshape(x.shape) if stack.packed else x
-    if x.dtype != jnp.bfloat16 or not in_float16(stack):
-        return split, None
-    largest = jnp.max(jnp.abs(x).astype(jnp.float32), axis=1)
-    # The largest becomes 2^13 or more, and less than 2^14; a token that is next to nothing, less than that.
-    up = 14 - jnp.maximum((jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 126, -100)
-    return (split.astype(jnp.float32) * _power(up)[:, None]).astype(jnp.float16), _power(-up)
+    if in_float16(x.dtype, stack):
+        return tokens_float16(x, interpret)
+    return x.reshape(len(x), -1, 2).swapaxes(1, 2).reshape(x.shape), None
 
 
-def _power(exponent):
-    """Two to the `exponent […]` int32, between −126 and 127: float32, exact on every platform."""
-    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+def prepared_hidden(
+    both: jax.Array, pairs: int, dtype: Any, stack: jax.Array | QArray, interpret: bool = False
+) -> tuple[jax.Array, jax.Array | None]:
+    """`prepared` of `silu(gate) · up` in `dtype`, for the first `pairs` rows of `both [2, splits, ≥ pairs, in]`, the products
+    for gate and for up as sums in parts."""
+    if in_float16(dtype, stack):
+        return hidden_float16(both, pairs, interpret)
+    # Rounded as the products of whole matrices are.
+    gate, up = both[:, :, :pairs].sum(1).astype(dtype).astype(jnp.float32)
+    return prepared((jax.nn.silu(gate) * up).astype(dtype), stack, interpret)
 
 
 def reader(tokens: Any, row: jax.Array, real: jax.Array) -> Callable:
@@ -88,19 +93,30 @@ def reader(tokens: Any, row: jax.Array, real: jax.Array) -> Callable:
     return read
 
 
+def lone_reader(tokens: Any, row: jax.Array) -> Callable:
+    """`read` for `product` of one token, the scalar `row` of the reference `tokens [T, in]`, `LONE` times: as rows of a tile it
+    would take up the room of weights."""
+
+    def read(start, size):
+        values = plt.load(tokens.at[row, start + jnp.arange(size, dtype=jnp.int32)])
+        return jnp.broadcast_to(values[None], (LONE, size))
+
+    return read
+
+
 def product(
-    w: Any, place: tuple[jax.Array, ...], begin: jax.Array, size: int, step: jax.Array, depth: int, read: Callable,
-    interpret: bool,
+    total: jax.Array, w: Any, place: tuple[jax.Array, ...], begin: jax.Array, size: int, step: jax.Array, depth: int,
+    read: Callable, interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """`size` rows from `begin` of the matrix at `place` of the stack of references `w`, times the values of a step of `depth`
-    along the sum: `[size, tokens]` float32.
+    """`total [size, tokens]` float32 and `size` rows from `begin` of the matrix at `place` of the stack of references `w`, times
+    the values of a step of `depth` along the sum. `whole` ends the sum.
 
     `read(start, size)` gives values `[tokens, size]` of the tokens that `prepared` made. Raises `NotImplementedError` for
     tiles that cross blocks of scales.
     """
     first, across = step * depth, pl.ds(begin, size)
     if not isinstance(w, QArray):
-        return _dot(w[*place, across, pl.ds(first, depth)], read(first, depth))
+        return total + _dot(w[*place, across, pl.ds(first, depth)], read(first, depth))
     if not w.packed:
         if w.block[0] % size or w.block[1] % depth:
             raise NotImplementedError(
@@ -109,7 +125,7 @@ def product(
         scale = w.scales[*place, begin // w.block[0], first // w.block[1]]
         values, tokens = w.values[*place, across, pl.ds(first, depth)], read(first, depth)
         # To bfloat16 by float32: those conversions run at several times the rate of the direct one.
-        return scale * _dot(values.astype(jnp.float32) if tokens.dtype == jnp.bfloat16 else values, tokens)
+        return total + scale * _dot(values.astype(jnp.float32) if tokens.dtype == jnp.bfloat16 else values, tokens)
     half, groups = depth // 2, depth // w.block[1]
     packed = w.values[*place, across, pl.ds(step * half, half)]
     scales = w.scales[*place, across, pl.ds(step * groups, groups)].astype(jnp.float32)
@@ -118,9 +134,17 @@ def product(
     if interpret or low.dtype != jnp.float16:
         scales = _spread(scales, half)
         even, odd = (number * scales for number in unpack_e2m1(packed))
-        return w.factor[*place] * (_dot(even, low) + _dot(odd, high))
+        return total + _dot(even, low) + _dot(odd, high)
     even, odd = _scaled_e2m1(packed, _spread(scales.astype(jnp.float16), half))
-    return w.factor[*place] * 2.0**DOWN * (_dot(even, low) + _dot(odd, high))
+    return total + _dot(even, low) + _dot(odd, high)
+
+
+def whole(w: Any, place: tuple[jax.Array, ...], total: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
+    """`total [size, tokens]` float32, a sum of `product`s with tokens of `dtype`, times what the matrix at `place` of the stack
+    of references `w` is to be multiplied by."""
+    if not isinstance(w, QArray) or not w.packed:
+        return total
+    return total * (w.factor[*place] * (2.0**DOWN if not interpret and dtype == jnp.float16 else 1))
 
 
 def _dot(weights, values):
@@ -135,34 +159,33 @@ def _spread(scales, size):
     return jnp.broadcast_to(scales[:, :, None], (rows, groups, size // groups)).reshape(rows, size)
 
 
-# A number of e2m1 whose bits stand in the lowest exponent bits and the highest mantissa bit of e4m3 is 2^-6 of itself there,
-# the subnormal one too; the device widens two of those at once. Products with scales of e4m3 are exact in float16.
-DOWN = 6
+# A number of e2m1 whose bits stand in the lowest exponent bits and the highest mantissa bit of float16 is 2^-14 of itself
+# there, the subnormal one too. Those bits are in the upper byte, so four are made at once. Products with scales of e4m3 are
+# multiples of 2^-24, the least of float16, and so exact.
+DOWN = 14
 # Four bytes, and two times two scales, to the numbers in the low halves, two in a register. Results are written when all has
 # been read: they may be given a register of what is read.
 LOW = """
 {
 .reg .b32 a, b;
-.reg .b16 c, d;
-shl.b32 a, $2, 2;
+shl.b32 a, $2, 1;
 shl.b32 b, $2, 4;
-and.b32 a, a, 0x1C1C1C1C;
+and.b32 a, a, 0x0E0E0E0E;
 lop3.b32 a, b, 0x80808080, a, 0xEA;
-mov.b32 {c, d}, a;
-cvt.rn.f16x2.e4m3x2 a, c;
-cvt.rn.f16x2.e4m3x2 b, d;
-mul.f16x2 a, a, $3;
-mul.f16x2 b, b, $4;
-mov.b32 $0, a;
-mov.b32 $1, b;
+prmt.b32 b, a, 0, 0x1404;
+prmt.b32 a, a, 0, 0x3424;
+mul.f16x2 b, b, $3;
+mul.f16x2 a, a, $4;
+mov.b32 $0, b;
+mov.b32 $1, a;
 }
 """
 # In the high halves the sign is in its place already.
-HIGH = LOW.replace("shl.b32 a, $2, 2;\nshl.b32 b, $2, 4;\n", "shr.u32 a, $2, 2;\n").replace("a, b, 0x8", "a, $2, 0x8")
+HIGH = LOW.replace("shl.b32 a, $2, 1;\nshl.b32 b, $2, 4;\n", "shr.u32 a, $2, 3;\n").replace("a, b, 0x8", "a, $2, 0x8")
 
 
 def _scaled_e2m1(packed, scales):
-    """Numbers in the low and in the high half of `packed [rows, n]` times `scales [rows, n]`, and 2^-6: two of float16."""
+    """Numbers in the low and in the high half of `packed [rows, n]` times `scales [rows, n]`, and 2^-14: two of float16."""
     result = [jax.ShapeDtypeStruct(packed.shape, jnp.float16)]
     kind = {"args": [packed, scales], "constraints": "=r,=r,r,r,r", "pack": 4, "result_shape_dtypes": result}
     return plt.elementwise_inline_asm(LOW, **kind)[0], plt.elementwise_inline_asm(HIGH, **kind)[0]

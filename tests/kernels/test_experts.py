@@ -21,6 +21,7 @@ CASES = [
     (33, 4, 6, 32, 32, jnp.bfloat16, None),
     (40, 3, 5, 32, 48, jnp.float32, ExpertsConfig(16, 16, 16, rows=16)),
     (3, 2, 4, 64, 96, jnp.float32, ExpertsConfig(16, 16, 16, into_splits=3, out_splits=2)),
+    (6, 2, 4, 32, 48, jnp.float32, ExpertsConfig(16, 16, 16, rows=1)),
 ]
 
 
@@ -63,7 +64,7 @@ def test_equals_float64(case, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", [*CASES[1:3], CASES[5]], ids=["5", "17", "40"])
+@pytest.mark.parametrize("case", [*CASES[1:3], CASES[5], CASES[7]], ids=["5", "17", "40", "alone"])
 def test_experts_that_are_left_out_add_nothing(case, backend):
     """Even if theirs are all experts of a token; whatever the weight beside them is."""
     *sizes, config = case
@@ -148,7 +149,7 @@ QUANTISED = [
     (False, 1, 256, 192, None, None, jnp.bfloat16),
     (True, 5, 64, 128, None, None, jnp.float32),
     (True, 17, 32, 96, 8, 4, jnp.float32),
-    (True, 3, 128, 64, None, None, jnp.bfloat16),
+    (True, 1, 64, 128, None, None, jnp.bfloat16),
     (False, 70, 32, 64, None, None, jnp.float32),
 ]
 

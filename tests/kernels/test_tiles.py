@@ -19,12 +19,24 @@ def words(numbers):
     return np.ascontiguousarray(numbers, np.float16).view(np.uint32)[:, 0]
 
 
+def prmt(a, b, selector):
+    """Four of the bytes of `a` and of `b`, which may be 0."""
+    source = np.stack([a, np.broadcast_to(np.uint32(b), a.shape)], axis=1).view(np.uint8)
+    return np.ascontiguousarray(source[:, [selector >> shift & 7 for shift in (0, 4, 8, 12)]]).view(np.uint32)[:, 0]
+
+
+def lop3(a, mask, b, table):
+    assert table == 0xF0 & 0xCC | 0xAA
+    return a & np.uint32(mask) | b
+
+
 OPERATIONS = {
     "shr.u32": lambda a, n: a >> np.uint32(n),
     "shl.b32": lambda a, n: a << np.uint32(n),
     "and.b32": lambda a, mask: a & np.uint32(mask),
+    "lop3.b32": lop3,
+    "prmt.b32": prmt,
     "mov.b32": lambda a: a,
-    "cvt.rn.f16x2.e4m3x2": lambda a: words(a.view(ml_dtypes.float8_e4m3fn).reshape(-1, 2).astype(np.float16)),
     "mul.f16x2": lambda a, b: words(pairs(a) * pairs(b)),
 }
 
@@ -33,18 +45,9 @@ def run(text, registers):
     """Executes lines `operation to, from, …` on arrays of registers."""
     for line in text.splitlines():
         name, _, rest = line.rstrip(";").partition(" ")
-        if name in ("", "{", "}", ".reg"):
-            continue
-        *to, rest = rest.strip("{").split("}, ") if "{" in rest else rest.split(", ", 1)
-        args = [registers[a] if a in registers else int(a, 0) for a in rest.split(", ")]
-        if "," in to[0]:
-            low, high = to[0].split(", ")
-            registers[low], registers[high] = np.ascontiguousarray(args[0].view(np.uint16).reshape(-1, 2).T)
-        elif name == "lop3.b32":
-            assert args.pop() == 0xF0 & 0xCC | 0xAA
-            registers[to[0]] = args[0] & np.uint32(args[1]) | args[2]
-        else:
-            registers[to[0]] = OPERATIONS[name](*args)
+        if name not in ("", "{", "}", ".reg"):
+            to, *args = rest.split(", ")
+            registers[to] = OPERATIONS[name](*(registers[a] if a in registers else int(a, 0) for a in args))
 
 
 @pytest.mark.parametrize("half", [0, 1], ids=["low", "high"])
@@ -69,7 +72,7 @@ def test_tokens_in_float16():
     x[1, :2] = 0, 2.0**-26
     x = jnp.asarray(np.vstack([x, np.zeros((1, 32)), np.full((1, 32), 1e-37)]), jnp.bfloat16)
     stack = QArray(jnp.zeros((8, 16), jnp.uint8), jnp.ones((8, 2), jnp.float8_e4m3fn), jnp.ones(()), (1, 16))
-    got, factor = tiles.prepared(x, stack)
+    got, factor = tiles.prepared(x, stack, interpret=True)
     assert got.dtype == jnp.float16 and np.isfinite(np.asarray(got)).all()
     split = np.asarray(x, np.float64).reshape(6, 16, 2).swapaxes(1, 2).reshape(6, 32)
     np.testing.assert_array_equal(np.asarray(got, np.float64) * np.asarray(factor, np.float64)[:, None], split)
