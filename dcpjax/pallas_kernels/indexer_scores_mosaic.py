@@ -2,8 +2,8 @@
 
 Keys come by bulk copies, several tiles ahead, so that reading them is what bounds it, and stay where they land: packed
 words go from there to registers, where each becomes four float16 values of the tensor cores' first operand. Which values
-meet in a product does not matter, so long as queries are in the same order: they are brought into it once. All queries
-of a group use a tile while it is there.
+meet in a product does not matter, so long as queries are in the same order. All queries of a group use a tile while it
+is there. The programs of a group take its tiles in turn, so that they share whatever is visible of it.
 """
 
 import functools
@@ -20,9 +20,9 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
 from dcpjax.pallas_kernels.mosaic_config import DIM, KEYS, MosaicScoresConfig, has_keys
+from dcpjax.pallas_kernels.mosaic_queries import OPERAND, ROWS, bring_queries
 from dcpjax.pallas_kernels.records import packed_words
 
-_OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _LAYOUT = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _LANES = 4  # threads that share a row of a product
@@ -42,7 +42,7 @@ def scores_mosaic(
 ) -> jax.Array:
     """`indexer_scores` on the Mosaic backend, with its shapes and dtypes: `[T, P·G]` float32, `queries` tokens a group.
 
-    Raises `NotImplementedError` for what `serves` has not.
+    Raises `NotImplementedError` for what `has_keys` has not.
     """
     tokens, heads, dim = q.shape
     group = pool.shape[2]
@@ -55,42 +55,41 @@ def scores_mosaic(
     columns = pages.shape[1] * group
     groups = pl.cdiv(tokens, queries)
     if config is None:
-        config = MosaicScoresConfig.choose(groups, columns, packed)
-    if packed:
-        q, weight = halved(q, weight)
-    # Copies are of whole 128 bytes; a surplus head weighs nothing.
-    surplus = -heads % 32
-    if surplus:
-        q, weight = (jnp.pad(x, ((0, 0), (0, surplus), *((0, 0),) * (x.ndim - 2))) for x in (q, weight))
-        heads += surplus
+        config = MosaicScoresConfig.choose(groups, columns, packed, queries, heads)
     first, end = (0, jnp.full(tokens, columns, jnp.int32)) if visible is None else visible
-    scalars = jnp.stack([jnp.asarray(layer, jnp.int32) * pool.shape[1], jnp.asarray(first, jnp.int32)])
+    rows = queries * pl.cdiv(heads, ROWS) * ROWS
     # Whole pages of words are copied as they are; rows of bfloat16 as tiles that products read where they land.
     width = pool.shape[3]
     flat = pool.reshape(-1, group * width) if packed else pool.reshape(-1, width)
     keys = (
         plgpu.SMEM((config.ahead, KEYS * width), jnp.uint32)
         if packed
-        else plgpu.SMEM((config.ahead, KEYS, width), jnp.bfloat16, transforms=_OPERAND)
+        else plgpu.SMEM((config.ahead, KEYS, width), jnp.bfloat16, transforms=OPERAND)
     )
     copies = pl.cdiv(KEYS, group)
     body = functools.partial(
-        _kernel, tokens=tokens, queries=queries, heads=heads, group=group, columns=columns, config=config
+        _kernel,
+        tokens=tokens,
+        queries=queries,
+        num_pages=pool.shape[1],
+        num_rows=pages.shape[0],
+        group=group,
+        columns=columns,
+        config=config,
     )
     score = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((tokens * columns,), jnp.float32),
-        grid=(pl.cdiv(columns, KEYS * config.tiles), groups),
+        grid=(config.chunks, groups),
         grid_names=("chunk", "group"),
         scratch_types=[
-            plgpu.SMEM((queries * heads, dim), q.dtype, transforms=_OPERAND),
-            plgpu.SMEM((queries * heads,), jnp.float32),
+            plgpu.SMEM((rows, dim), jnp.float16 if packed else q.dtype, transforms=OPERAND),
+            plgpu.SMEM((rows,), jnp.float32),
             keys,
-            plgpu.Barrier(num_arrivals=2 * queries),
             plgpu.Barrier(num_arrivals=copies, num_barriers=config.ahead),
         ],
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=512
+            lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=512, unsafe_no_auto_barriers=True
         ),
     )(
         q,
@@ -99,29 +98,10 @@ def scores_mosaic(
         pages.reshape(-1),
         row_of,
         end,
-        scalars,
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        jnp.asarray(first, jnp.int32).reshape(1),
     )
     return score.reshape(tokens, columns)
-
-
-def halved(q, weight):
-    """Queries in float16 in the order of the packed values, and weights that make good what keeps them in its range."""
-    largest = jnp.max(jnp.abs(q.astype(jnp.float32)), axis=-1)
-    _, exponent = jnp.frexp(jnp.where(largest > 0, largest, 1.0))
-    q = (q.astype(jnp.float32) * jnp.ldexp(jnp.float32(1), -exponent)[..., None]).astype(jnp.float16)
-    return in_word_order(q), weight * jnp.ldexp(jnp.float32(1), exponent)
-
-
-def in_word_order(q: jax.Array) -> jax.Array:
-    """Values `[…, 128]` in the order in which the kernel takes those of a packed key.
-
-    Of the four threads that share a row, thread t has words 8t to 8t + 7; its word i gives two pairs, of the halves of
-    the word, and byte b of word w is value 32b + w.
-    """
-    *lead, dim = q.shape
-    parts = q.reshape(*lead, 2, 2, 4, 8)  # half, byte of it, thread, word
-    n = len(lead)
-    return jnp.transpose(parts, (*range(n), n + 3, n, n + 2, n + 1)).reshape(*lead, dim)
 
 
 def _kernel(
@@ -131,48 +111,55 @@ def _kernel(
     pages_ref,
     row_ref,
     end_ref,
-    scalar_ref,
+    layer_ref,
+    first_ref,
     out_ref,
     q_smem,
     w_smem,
     k_smem,
-    q_barrier,
     k_barrier,
     *,
     tokens,
     queries,
-    heads,
+    num_pages,
+    num_rows,
     group,
     columns,
     config,
 ):
-    """Program (chunk, group): columns of one chunk, tokens `group · queries …`."""
+    """Program (chunk, group): every `chunks`-th tile of columns, tokens `group · queries …`."""
     packed = k_smem.dtype == jnp.uint32
+    heads = q_smem.shape[0] // queries
     places, copies = columns // group, pl.cdiv(KEYS, group)  # pages of a row, and of a tile
     chunk, mine = jax.lax.axis_index("chunk"), jax.lax.axis_index("group")
-    start, base = mine * queries, chunk * (KEYS * config.tiles)
-    tiles = jnp.minimum(config.tiles, jax.lax.div(columns - base + (KEYS - 1), KEYS))
+    start, stride = mine * queries, config.chunks
+
+    def tiles_of(end):
+        """Tiles of this program that begin before column `end`."""
+        return jax.lax.div(jax.lax.div(jnp.int32(end) + (KEYS - 1), KEYS) - chunk + (stride - 1), stride)
+
+    def column_of(i):
+        return (chunk + i * stride) * KEYS
+
     # Past the last token the last one stands in; it computes the same and stores nothing.
     at = [jnp.minimum(start + j, tokens - 1) for j in range(queries)]
-    for j, token in enumerate(at):
-        part = pl.ds(j * heads, heads)
-        plgpu.copy_gmem_to_smem(q_ref.at[token], q_smem.at[part], q_barrier)
-        plgpu.copy_gmem_to_smem(w_ref.at[token], w_smem.at[part], q_barrier)
     rows = [row_ref[t] for t in at]
     ends = [jnp.minimum(end_ref[t], columns) for t in at]
-    page0, first = scalar_ref[0], scalar_ref[1]
+    page0, first = layer_ref[0] * num_pages, first_ref[0]
     each = max(1, min(_LANES, _WIDEST // heads))
     pieces = [range(j, min(j + each, queries)) for j in range(0, queries, each)]
-    plgpu.barrier_wait(q_barrier)
+
+    def bring():
+        bring_queries(q_ref, w_ref, q_smem, w_smem, at, heads)
 
     def pages_of(row, i):
         """Pages of a tile, the last one of the row for places past it."""
-        place = jax.lax.div(base + i * KEYS, group)
+        place = jax.lax.div(column_of(i), group)
         last = places - 1
-        return [page0 + pages_ref[row * places + jnp.minimum(place + part, last)] for part in range(copies)]
+        return [page0 + _read(pages_ref, row * places + jnp.minimum(place + part, last)) for part in range(copies)]
 
     def fetch(found, i, slot):
-        begin = 0 if group <= KEYS else jax.lax.rem(base + i * KEYS, group)
+        begin = 0 if group <= KEYS else jax.lax.rem(column_of(i), group)
         size = min(KEYS, group)
         for part, page in enumerate(found):
             if packed:
@@ -186,18 +173,29 @@ def _kernel(
                 options = {}
             plgpu.copy_gmem_to_smem(source, target, k_barrier.at[slot], **options)
 
+    # In a step of one token a request the group's number is that of its row: looked up while that is still on its way.
+    if queries == 1:
+        guess = jnp.minimum(mine, num_rows - 1)
+        guessed = [pages_of(guess, slot) for slot in range(config.ahead)]
+
+    def look_up(row):
+        def now():
+            return [pages_of(row, slot) for slot in range(config.ahead)]
+
+        return now() if queries > 1 else jax.lax.cond(row == guess, lambda: guessed, now)
+
     def pass_of(turn, _):
         """The queries whose row is first met at token `turn` of the group."""
         row = row_ref[jnp.minimum(start + turn, tokens - 1)]
         same = [r == row for r in rows]
-        count, last = tiles, jnp.int32(0)
+        count, last = tiles_of(columns), jnp.int32(0)
         for j in range(queries):
             count = jnp.where(same[j] & (j < turn), 0, count)
             last = jnp.maximum(last, jnp.where(same[j], ends[j], 0))
-        live = jnp.clip(jax.lax.div(last - base + (KEYS - 1), KEYS), 0, count)
+        live = jnp.minimum(tiles_of(last), count)
 
         def store(piece, i, *scores):
-            column = base + i * KEYS
+            column = column_of(i)
             places = [
                 (at[j], jnp.where(same[j] & (start + j < tokens), columns - column, 0), ends[j] - column) for j in piece
             ]
@@ -233,8 +231,12 @@ def _kernel(
                 store(piece, i)
             return ()
 
-        for slot in range(config.ahead):
-            pl.when(slot < live)(lambda slot=slot: fetch(pages_of(row, slot), slot, slot))
+        # All of them looked up before the first copy, so that it is one wait.
+        found = look_up(row)
+        for slot, pages in enumerate(found):
+            pl.when(slot < live)(lambda slot=slot, pages=pages: fetch(pages, slot, slot))
+        if queries == 1:
+            bring()  # while the first keys are on their way
         jax.lax.fori_loop(0, live, tile, pages_of(row, config.ahead))
         jax.lax.fori_loop(live, count, blank, ())
         return ()
@@ -242,7 +244,23 @@ def _kernel(
     if queries == 1:
         pass_of(0, ())
     else:
+        # Not within the loop, where what it computes addresses from would be kept in registers.
+        bring()
         jax.lax.fori_loop(0, queries, pass_of, ())
+
+
+def _read(ref, place):
+    """`ref[place]` int32, read here: the compiler moves ordinary reads to where they are used, one wait behind another."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, _SCALAR))
+    def go(_, ref, place):
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        offset = arith.muli(arith.extsi(i64, place.registers.item()), arith.constant(i64, 4))
+        address = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(ref)), offset)
+        value = llvm.inline_asm(i32, [address], "ld.global.nc.b32 $0, [$1];", "=r,l", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return go(ref, jnp.asarray(place, jnp.int32))
 
 
 def _meet():
@@ -268,7 +286,7 @@ def _place():
 
 
 def _unpack(words_ref):
-    """Keys `[64, 128]` float16 in registers, in the order of `in_word_order`, and their scales, from a tile's words.
+    """Keys `[64, 128]` float16 in registers, in the order of `place_of`, and their scales, from a tile's words.
 
     Rows are 33 words apart, so that the threads of a warp read from different banks. All have read when it returns.
     """

@@ -85,18 +85,25 @@ def is_ahead(tokens: int, heads: int, width: int, packed: bool = False, invarian
 
 @dataclasses.dataclass(frozen=True)
 class MosaicScoresConfig:
-    """tiles: of a program. ahead: tiles that are read ahead."""
+    """chunks: programs that share the keys of a group of tokens. ahead: tiles that are read ahead."""
 
-    tiles: int = 32
-    ahead: int = 4
+    chunks: int
+    ahead: int = 2
 
     @classmethod
-    def choose(cls, groups: int, columns: int, packed: bool) -> "MosaicScoresConfig":
-        """For `groups` groups of tokens over `columns` keys: enough programs for every multiprocessor several times."""
-        tiles = 32
-        while tiles > 4 and groups * columns < KEYS * tiles * 132 * 12:
-            tiles //= 2
-        return cls(tiles, 4 if packed else 3)
+    def choose(cls, groups: int, columns: int, packed: bool, queries: int, heads: int) -> "MosaicScoresConfig":
+        """What was fastest on an H200 for `groups` groups of `queries` tokens of `heads` heads over `columns` keys, packed or
+        bfloat16: programs that fill it once, if they are not long, and many short ones elsewhere."""
+        tiles, rows = pl.cdiv(columns, KEYS), queries * pl.cdiv(heads, 32) * 32
+        slots = 132 * (4 if rows <= 64 else 3 if rows <= 128 else 2)
+        chunks = slots // groups
+        # Tiles of a short program, and of the longest that may be one of those which all run at once.
+        short, most = (6, 16) if queries == 1 else (16, 32 if packed else 96)
+        if chunks and tiles <= chunks * (most if chunks * groups >= 0.85 * slots else short):
+            return cls(min(chunks, tiles))
+        if queries > 1 and tiles * groups > 8 * short * slots:
+            short *= 2
+        return cls(pl.cdiv(tiles, short))
 
 
 def has_keys(dim: int, heads: int, page: int, dtype: jnp.dtype) -> bool:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from dcpjax.pallas_kernels.indexer_scores import indexer_scores
-from dcpjax.pallas_kernels.indexer_scores_mosaic import halved, scores_mosaic
+from dcpjax.pallas_kernels.indexer_scores_mosaic import scores_mosaic
 from dcpjax.pallas_kernels.mosaic_config import DIM, MosaicScoresConfig, has_keys
+from dcpjax.pallas_kernels.mosaic_queries import FIRST, place_of
 from dcpjax.pallas_kernels.records import pack_rows, unpack_rows
 from tests.kernels.base import fresh, lower_for_h200, same_bits
 
@@ -26,24 +27,23 @@ def operand(record):
     return values * np.asarray(record)[DIM // 4 :].view(np.float32)
 
 
+def queries(q):
+    """The twin of how the kernel lays a query `[128]` out: of each of the values that a thread reads, where it stores it."""
+    values = np.full(DIM, np.nan, np.float32)
+    for thread in range(4):
+        for word in range(8):
+            for half in range(2):
+                column = place_of(word, half) + 2 * thread
+                values[column : column + 2] = [q[FIRST[2 * half + byte] + 8 * thread + word] for byte in range(2)]
+    return values
+
+
 def test_queries_meet_packed_keys_in_their_order():
     rng = fresh("order")
     keys = pack_rows(jnp.asarray(rng.normal(size=(5, DIM)), jnp.float32), DIM)
-    q, weight = jnp.asarray(rng.normal(size=(3, 2, DIM)), jnp.bfloat16), jnp.ones((3, 2))
-    half, weight = halved(q, weight)
-    assert half.dtype == jnp.float16
-    got = np.einsum("thd,kd->thk", np.asarray(half, np.float64), np.stack([operand(k) for k in np.asarray(keys)]))
-    want = np.einsum("thd,kd->thk", np.asarray(q, np.float64), np.asarray(unpack_rows(keys, DIM), np.float64))
-    np.testing.assert_allclose(got * np.asarray(weight)[..., None], want, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("size", [1e30, 3e-30, 0.0])
-def test_queries_of_any_size_stay_in_range(size):
-    q = jnp.asarray(fresh("range").normal(size=(2, 3, DIM)) * size, jnp.bfloat16)
-    half, weight = halved(q, jnp.full((2, 3), 0.5))
-    assert np.abs(np.asarray(half, np.float32)).max() <= 1
-    got, want = half.astype(jnp.float32) * weight[..., None], q.astype(jnp.float32) / 2
-    np.testing.assert_array_equal(jnp.sort(got, axis=2), jnp.sort(want, axis=2))
+    q = rng.normal(size=(3, DIM)).astype(np.float32)
+    got = np.stack([queries(x) for x in q]) @ np.stack([operand(k) for k in np.asarray(keys)]).T
+    np.testing.assert_allclose(got, q @ np.asarray(unpack_rows(keys, DIM)).T, rtol=1e-5, atol=1e-5)
 
 
 CASES = [  # requests, pages of a request, keys of a page, tokens, tokens a group, packed, heads
@@ -95,10 +95,36 @@ def test_equals_the_reference_on_the_device(case):
     same_bits(got, call(q, weight, pool, table, row_of, end))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1e36, 3e-30, 0.0])
+def test_queries_of_any_size_stay_in_range(size):
+    q, weight, pool, table, row_of, _ = make(*CASES[0])
+    # Each head has its own size.
+    q = (q.astype(jnp.float32) * jnp.where(jnp.arange(q.shape[1]) % 2, size, 1.0)[:, None]).astype(jnp.bfloat16)
+    weight = jnp.where(jnp.arange(q.shape[1]) % 2, weight / (size or 1), 0)
+    args = weight, pool, 1, jnp.asarray(table), jnp.asarray(row_of)
+    got = jax.jit(lambda q: scores_mosaic(q, *args, None, 3))(q)
+    want = indexer_scores(q, *args)
+    assert size == 0 or np.nanmax(np.abs(want)) > 1
+    np.testing.assert_allclose(got, want, atol=2e-3, rtol=2e-5)
+
+
 def test_what_it_does_not_serve():
     assert has_keys(DIM, 32, 64, jnp.uint32) and has_keys(DIM, 32, 8, jnp.bfloat16)
     q, weight, pool, table, row_of, _ = make(2, 4, 16, 3, 1, True, 32)
     with pytest.raises(NotImplementedError, match="pages of 16 keys uint32"):
         scores_mosaic(q, weight, pool, 1, table, row_of, None, 1)
     assert not has_keys(64, 32, 64, jnp.bfloat16) and not has_keys(DIM, 32, 64, jnp.float32)
-    assert MosaicScoresConfig.choose(1, 4096, True).tiles < MosaicScoresConfig().tiles
+
+
+def test_programs_fill_the_chip_once_or_are_short():
+    def chunks(groups, columns, queries=1, packed=True, heads=32):
+        return MosaicScoresConfig.choose(groups, columns, packed, queries, heads).chunks
+
+    # Of 132 multiprocessors, four programs each of one query, three of four.
+    assert chunks(16, 2**15) == 33 and chunks(16, 2**17, 4, packed=False) == 24
+    # A program that would have more tiles than is good is cut, as are those that would leave much of the chip idle.
+    assert chunks(16, 2**17) == 342 and chunks(16, 2**17, 4) == 128 and chunks(64, 2**17, 4) == 64
+    assert chunks(300, 2**15) == 86 and chunks(600, 2**15) == 86
+    # A tile each, and no more programs than tiles.
+    assert chunks(1, 2**15) == 512 and chunks(1, 64) == 1
