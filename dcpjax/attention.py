@@ -8,6 +8,7 @@ fewer bytes when it is traced: *queries* go to the rows (decode), or *rows* come
 import dataclasses
 import functools
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from dcpjax.batch import ForwardBatch
 from dcpjax.cache import Pool, pool_slots, pool_spec
 from dcpjax.kernels import Kernels
 from dcpjax.mesh import MeshPlan
+from dcpjax.pallas_kernels import boxes
 from dcpjax.pallas_kernels.indexer_scores import indexer_scores
 from dcpjax.pallas_kernels.lse_merge import merge_parts
 from dcpjax.pallas_kernels.sparse_mla import fitting, sparse_mla
@@ -112,6 +114,25 @@ def _own_rows(slots: jax.Array, pool: Pool, batch: ForwardBatch) -> tuple[jax.Ar
     return jnp.sort(rows, axis=1) if layout.shards > 1 else rows, jnp.sum(mine, axis=1, dtype=jnp.int32)
 
 
+def with_boxes(
+    batch: ForwardBatch, heads: int, value_width: int, dtype: Any, pool: Pool, options: AttentionOptions, plan: MeshPlan
+) -> ForwardBatch:
+    """`batch` for calls of `attend` with so many heads over all devices, and parts of `value_width` values in `dtype`.
+
+    Where ranks merge parts through boxes, it has those of the program, which all batches of as many tokens or fewer may share:
+    a step's drafts do. What is merged through them must come one after the other.
+    """
+    tokens = max(batch.tokens.shape[0], batch.pages.shape[0])
+    wanted = options.backend == "a2a" and options.kernels.merge == "mosaic" and boxes.is_ahead(tokens, plan.dcp)
+    if pool.layout.shards == 1 or not wanted:
+        return batch
+
+    def body():
+        return jax.tree.map(lambda x: x[None], collectives.open_boxes(tokens, heads // plan.tp, value_width, dtype))
+
+    return batch.replace(boxes=plan.per_device(body, (), plan.spec("ranks"))())
+
+
 def attend(
     q: jax.Array, pool: Pool, layer: jax.Array | int, selection: Selection, batch: ForwardBatch,
     value_width: int, scale: float, options: AttentionOptions, plan: MeshPlan,
@@ -123,8 +144,10 @@ def attend(
     """
     layout = pool.layout
     rows_move = layout.shards > 1 and _movement(q, pool, batch, options) == "rows"
+    through = batch.boxes if layout.shards > 1 and not rows_move else None
+    batch = batch.replace(boxes=None)
 
-    def body(q, data, rows, count, slots, batch):
+    def body(q, data, rows, count, slots, batch, through):
         if rows_move:
             out, lse = _attend_gathered(q, data, layer, slots, batch, pool, value_width, scale, options)
             if options.debug:
@@ -139,13 +162,14 @@ def attend(
         if options.debug:
             _report(layer, pool, q, rows[0], count[0], lse)
         if layout.shards > 1:
-            out = collectives.merge_ranks(out, lse, options.backend, options.kernels.merge)
+            through = jax.tree.map(lambda x: x[0], through)
+            out = collectives.merge_ranks(out, lse, options.backend, options.kernels.merge, through)
         return out.astype(q.dtype)
 
     heads, whole = plan.spec(None, "heads", None), plan.spec()
     ranks = plan.spec("ranks" if layout.shards > 1 else None)
-    return plan.per_device(body, (heads, pool_spec(layout, plan), ranks, ranks, whole, whole), heads)(
-        q, pool.data, selection.rows, selection.count, selection.slots, batch
+    return plan.per_device(body, (heads, pool_spec(layout, plan), ranks, ranks, whole, whole, ranks), heads)(
+        q, pool.data, selection.rows, selection.count, selection.slots, batch, through
     )
 
 

@@ -3,6 +3,7 @@
 import jax
 from flax import struct
 
+from dcpjax.pallas_kernels.boxes import Boxes
 from dcpjax.sampling import SamplingRows, VocabState
 
 
@@ -17,6 +18,7 @@ class ForwardBatch:
     write_slots: `[T]` int32 slot of the pool its rows are written to; `layout.nowhere` where they are not.
     row_of: `[T]` int32 row of `pages`.
     pages: `[B, P]` int32 block tables, page ids; 0 is the dummy page.
+    boxes: what attention sends parts through, if it does: every array with a first axis of ranks; see `attention.with_boxes`.
     """
 
     tokens: jax.Array
@@ -25,6 +27,7 @@ class ForwardBatch:
     write_slots: jax.Array
     row_of: jax.Array
     pages: jax.Array
+    boxes: Boxes | None = None
 
 
 @struct.dataclass

@@ -216,7 +216,7 @@ def resolve(
 def choose_kernels(config: EngineConfig, cfg: ModelConfig, plan: MeshPlan, dtype: Any, packed: bool) -> Kernels:
     """Implementations on the mesh's platform, for plain or `packed` records. Raises `ConfigError`."""
     widths = cfg.kv_rank, cfg.rope_dim, cfg.indexer.head_dim
-    return Kernels.chosen(config.kernels, plan.platform, dtype, *widths, packed, plan.hopper)
+    return Kernels.chosen(config.kernels, plan.platform, dtype, *widths, packed, plan.hopper, plan.peers)
 
 
 def _check_interpreted(kernels: Kernels, cfg: ModelConfig, plan: MeshPlan) -> None:

@@ -4,11 +4,14 @@ All functions run inside `shard_map` over the mesh's `("tp", "dcp")` axes. On an
 input: that keeps size-1 collectives out of the compiled program.
 """
 
+from typing import Any
+
 import jax
 
 from dcpjax.errors import ConfigError
 from dcpjax.layout import CacheLayout
 from dcpjax.mesh import ALL
+from dcpjax.pallas_kernels.boxes import Boxes
 from dcpjax.pallas_kernels.lse_merge import merge_packed, pack_parts, part_weights, weigh
 
 BACKENDS = ("ag_rs", "a2a", "psum")
@@ -46,15 +49,34 @@ def stack_ranks(x: jax.Array) -> jax.Array:
     return jax.lax.all_gather(x, "dcp")
 
 
-def merge_ranks(out: jax.Array, lse: jax.Array, backend: str, kernel: str = "xla") -> jax.Array:
+def open_boxes(tokens: int, heads: int, width: int, dtype: Any) -> Boxes:
+    """Boxes of this rank for merges of up to `tokens` tokens, all `heads` of the dcp group, in parts of `width` values.
+
+    What they are: `pallas_kernels/boxes.py`. Devices must reach each other's memory (`MeshPlan.peers`).
+    """
+    # Not before it is needed: it brings a compiler along.
+    from dcpjax.pallas_kernels import lse_merge_mosaic
+
+    mine = jax.lax.axis_index("dcp")
+    boxes = lse_merge_mosaic.open_boxes(tokens, heads, width, dtype, jax.lax.axis_size("dcp"), mine)
+    return boxes.replace(addresses=gather_ranks(boxes.addresses))
+
+
+def merge_ranks(
+    out: jax.Array, lse: jax.Array, backend: str, kernel: str = "xla", boxes: Boxes | None = None
+) -> jax.Array:
     """Merges the ranks' parts and deals the heads back out.
 
     `out [T, H, L]` (any float dtype) and `lse [T, H]` (natural log, float32) hold all heads of the dcp group over this
     rank's tokens; returns `[T, H/N, L]` float32: this rank's heads over all tokens. backend: one of `BACKENDS`. kernel:
-    what sums parts after an all-to-all.
+    what sums parts after an all-to-all. boxes: what they are sent through instead of that.
     """
+    if boxes is not None:
+        from dcpjax.pallas_kernels.lse_merge_mosaic import merge_boxed
+
+        return merge_boxed(out, lse, boxes)
     if backend == "a2a":
-        return _merge_a2a(out, lse, kernel)
+        return _merge_a2a(out, lse, "triton" if kernel == "mosaic" else kernel)
     weight, _ = part_weights(stack_ranks(lse))
     mine = jax.lax.axis_index("dcp")
     part = weigh(out, weight[mine])

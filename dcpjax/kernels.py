@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from dcpjax.errors import ConfigError
+from dcpjax.pallas_kernels.boxes import has_part as has_box
 from dcpjax.pallas_kernels.indexer_scores_triton import has_width
 from dcpjax.pallas_kernels.lse_merge_triton import has_part
 from dcpjax.pallas_kernels.mosaic_config import WIDTHS as OWN_WIDTHS
@@ -17,7 +18,7 @@ from dcpjax.pallas_kernels.sparse_mla_triton import has_widths
 
 CHOICES = {
     "sparse_mla": ("xla", "triton", "mosaic", "interpret"),
-    "merge": ("xla", "triton", "interpret"),
+    "merge": ("xla", "triton", "mosaic", "interpret"),
     "indexer": ("xla", "triton", "mosaic", "interpret"),
     "topk": ("xla", "triton", "interpret"),
     "experts": ("xla", "triton", "interpret"),
@@ -30,7 +31,7 @@ class Kernels:
     """An implementation for each operation: "xla" everywhere, "triton" on GPUs, "mosaic" on Hopper, "interpret" for tests.
 
     sparse_mla: attention over selected rows; "mosaic" is for Hopper, where it is ahead of "triton", which serves the rest.
-    merge: the sum of ranks' parts after an all-to-all. indexer, topk: scores and selection. experts: routed experts.
+    merge: the sum of ranks' parts after an all-to-all, or, "mosaic", of few tokens on two ranks in its place. indexer, topk: scores and selection. experts: routed experts.
     projections: dense products with quantised matrices. invariant: lists are split at fixed places, so that the bits of a
     token's attention do not depend on the tokens beside it. Raises `ConfigError` for other names.
     """
@@ -55,10 +56,10 @@ class Kernels:
     @classmethod
     def for_platform(
         cls, platform: str, dtype: Any, kv_rank: int, rope_dim: int, index_dim: int, packed: bool = False,
-        hopper: bool = False,
+        hopper: bool = False, peers: bool = False,
     ) -> "Kernels":  # fmt: skip
         """What measured best: kernels on NVIDIA GPUs in bfloat16, for rows whose widths the kernel has, or `packed` ones.
-        hopper: the GPUs are of that kind, for which there are kernels of their own.
+        hopper: the GPUs are of that kind, for which there are kernels of their own. peers: they reach each other's memory.
 
         Float32 is for checks, where XLA's full products are what others are checked against.
         """
@@ -66,9 +67,10 @@ class Kernels:
             return cls()
         best = "mosaic" if hopper else "triton"
         attention = best if (kv_rank, rope_dim) == OWN_WIDTHS else "triton"
+        merge = "mosaic" if hopper and peers and has_box(kv_rank) else "triton"
         return cls(
             sparse_mla=attention if has_widths(kv_rank, rope_dim, packed) else "xla",
-            merge="triton" if has_part(kv_rank) else "xla",
+            merge=merge if has_part(kv_rank) else "xla",
             indexer=best if has_width(index_dim, packed) else "xla",
             topk="triton",
             # By tokens and widths, which differ from step to step: see `fitting` there.
@@ -101,7 +103,7 @@ class Kernels:
 
     def _served(
         self, platform: str, dtype: Any, kv_rank: int, rope_dim: int, index_dim: int, packed: bool = False,
-        hopper: bool = False,
+        hopper: bool = False, peers: bool = False,
     ) -> "Kernels":  # fmt: skip
         """Itself, if there are kernels for all of it: one that is missing would show when the first step is traced, with all
         weights loaded. Raises `ConfigError`."""
@@ -116,6 +118,15 @@ class Kernels:
                 "kernels: sparse_mla 'mosaic' runs on Hopper GPUs, for rows of {} and {} values; use 'triton'".format(
                     *OWN_WIDTHS
                 )
+            )
+        if self.merge == "mosaic" and not (hopper and has_box(kv_rank)):
+            raise ConfigError(
+                "kernels: merge 'mosaic' runs on Hopper GPUs, for parts of 128, 256 and multiples of 512 values; use 'triton'"
+            )
+        if self.merge == "mosaic" and not peers:
+            raise ConfigError(
+                "kernels: merge 'mosaic' writes to the memory of other GPUs, which these do not reach, or not from one process; "
+                "use 'triton'"
             )
         if self.indexer == "mosaic" and not hopper:
             raise ConfigError("kernels: indexer 'mosaic' runs on Hopper GPUs, which these are not; use 'triton'")

@@ -4,6 +4,7 @@ The mesh is `("tp", "dcp")` with `dcp` minor, so that gathering heads over `dcp`
 devices: it deals the tokens of the one latent head out to ranks that would otherwise hold copies of it.
 """
 
+import ctypes
 import dataclasses
 import functools
 import math
@@ -59,6 +60,16 @@ class MeshPlan:
         return any(name in self._device.device_kind for name in ("H100", "H200", "H800", "H20", "GH200"))
 
     @property
+    def peers(self) -> bool:
+        """Whether each device can write to the memory of all others by its address: GPUs of one process that NVLink or PCIe
+        joins. Taken for granted of devices that are not there."""
+        if isinstance(self.mesh, AbstractMesh):
+            return self.platform == "cuda"
+        if self.platform not in ("gpu", "cuda") or jax.process_count() > 1:
+            return False
+        return _reach_each_other(tuple(device.local_hardware_id for device in self.mesh.devices.flat))
+
+    @property
     def _device(self):
         abstract = isinstance(self.mesh, AbstractMesh)
         return self.mesh.abstract_device if abstract else self.mesh.devices.flat[0]
@@ -86,6 +97,22 @@ class MeshPlan:
     def per_device(self, body, in_specs, out_specs):
         """`shard_map` of `body` over the whole mesh."""
         return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+@functools.cache
+def _reach_each_other(numbers: tuple[int, ...]) -> bool:
+    """Whether the driver says so of all pairs of these GPUs; JAX has no question for it, and joins all that can be."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+
+    def reaches(one: int, other: int) -> bool:
+        can, devices = ctypes.c_int(0), (ctypes.c_int(), ctypes.c_int())
+        failed = any(driver.cuDeviceGet(ctypes.byref(x), n) for x, n in zip(devices, (one, other), strict=True))
+        return not failed and not driver.cuDeviceCanAccessPeer(ctypes.byref(can), *devices) and bool(can.value)
+
+    return all(reaches(a, b) for a in numbers for b in numbers if a != b)
 
 
 @functools.cache

@@ -252,7 +252,8 @@ def propose(
     def iterate(carry, j):
         cache, h, drafts = carry
         slot = known - 1 + j
-        one = ForwardBatch(drafts[:, j - 1], slot - 1, slot, slot, jnp.arange(len(slot), dtype=jnp.int32), batch.pages)
+        own = jnp.arange(len(slot), dtype=jnp.int32)
+        one = ForwardBatch(drafts[:, j - 1], slot - 1, slot, slot, own, batch.pages, batch.boxes)
         one = _draft_batch(one, drafts[:, j - 1], slot, active & (slot < rows.limit), cache, write=frozen is None)
         h, _, cache, _ = mtp.draft(params, cache, one, h, net, frozen)
         token, weight = _draw(params, h, drafts, known + j, rows, state, net, spec)

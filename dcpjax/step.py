@@ -153,6 +153,7 @@ def step(
     state = _reset(state, at, stops)
     rows, last_token = _take(state, at)
     batch = _batch(tokens, pages, last_token, rows, at["matched"], cache, shape)
+    batch = glm_moe_dsa.with_boxes(batch, params, cache, net)
     hidden, cache, _ = glm_moe_dsa.forward(params, cache, batch, net)
 
     width = shape.verified + 1

@@ -67,14 +67,14 @@ class Draft:
 
 def _target(params, cache: PagedCache, tokens, start, length, pages, *, net: Network):
     """One chunk `[T]` of which `length` tokens are real, from position `start` on."""
-    batch = _batch(tokens, start, length, pages, cache, 0)
+    batch = glm_moe_dsa.with_boxes(_batch(tokens, start, length, pages, cache, 0), params, cache, net)
     hidden, cache, seen = glm_moe_dsa.forward(params, cache, batch, net, capture=True)
     return cache, (glm_moe_dsa.logits(params, hidden, net), hidden, seen.states, seen.slots)
 
 
 def _draft_rows(params, cache: PagedCache, tokens, hidden, start, length, pages, selection, *, net: Network):
     """Draft rows of a chunk; with a selection, one frozen iteration that writes nothing."""
-    batch = _batch(tokens, start, length, pages, cache, 1)
+    batch = glm_moe_dsa.with_boxes(_batch(tokens, start, length, pages, cache, 1), params, cache, net)
     if selection is not None:
         batch = batch.replace(write_slots=jnp.full_like(batch.write_slots, cache.latent.layout.nowhere))
     out, inner, cache, selection = mtp.draft(params, cache, batch, hidden, net, selection)

@@ -78,6 +78,12 @@ def forward(
     return hidden, cache, Captured(jnp.concatenate(states), jnp.concatenate(slots)) if capture else None
 
 
+def with_boxes(batch: ForwardBatch, params: Params, cache: PagedCache, net: Network) -> ForwardBatch:
+    """The batch of a step of this model, and of its drafts, with what attention sends parts through, if anything."""
+    heads, dtype = net.plan.pad(net.cfg.num_heads, "heads"), params.embed.dtype
+    return attention.with_boxes(batch, heads, net.cfg.kv_rank, dtype, cache.latent, net.options, net.plan)
+
+
 def _advance(place: Place, kinds: tuple[LayerKind, ...], repeats: jax.Array | int) -> Place:
     sparse = sum(kind.sparse for kind in kinds)
     return Place(

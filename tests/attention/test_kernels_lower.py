@@ -1,5 +1,6 @@
 """Attention with kernels, lowered for one H200 and for two that are not there, with the collectives around them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from dcpjax.attention import AttentionOptions, Selection, attend
+from dcpjax.attention import AttentionOptions, Selection, attend, with_boxes
 from dcpjax.batch import ForwardBatch
 from dcpjax.cache import Pool, Record
 from dcpjax.kernels import Kernels
@@ -23,11 +24,16 @@ def plan_of(dcp: int) -> MeshPlan:
     return MeshPlan(AbstractMesh((1, dcp), ALL, axis_types=(AxisType.Auto, AxisType.Auto), abstract_device=device))
 
 
-@pytest.mark.parametrize("tokens", [1, 64])
 @pytest.mark.parametrize(
-    "dcp, backend, movement", [(1, "ag_rs", None), (2, "a2a", "queries"), (2, "ag_rs", "queries"), (2, "ag_rs", "rows")]
-)
-def test_attention_lowers_for_h200s(dcp, backend, movement, tokens):
+    "dcp, backend, movement, merge, tokens",
+    [
+        (dcp, backend, movement, "triton", tokens)
+        for dcp, backend, movement in ((1, "ag_rs", None), (2, "a2a", "queries"), (2, "ag_rs", "queries"), (2, "ag_rs", "rows"))
+        for tokens in (1, 64)
+    ]
+    + [(2, "a2a", "queries", "mosaic", 1), (2, "a2a", "queries", "mosaic", 256), (2, "ag_rs", "queries", "mosaic", 1)],
+)  # fmt: skip
+def test_attention_lowers_for_h200s(dcp, backend, movement, merge, tokens):
     plan = plan_of(dcp)
     layout = CacheLayout(PAGES, PAGE, dcp)
     shape = jax.ShapeDtypeStruct
@@ -46,18 +52,23 @@ def test_attention_lowers_for_h200s(dcp, backend, movement, tokens):
     )
     call = functools.partial(
         attend, layer=3, value_width=VALUE, scale=0.1, plan=plan,
-        options=AttentionOptions(backend, movement, kernels=KERNELS),
+        options=AttentionOptions(backend, movement, kernels=dataclasses.replace(KERNELS, merge=merge)),
     )  # fmt: skip
     pool = Pool(shape((4, PAGES, PAGE, VALUE + ROPE), jnp.bfloat16), layout, Record(VALUE + ROPE, jnp.bfloat16))
     q = shape((tokens, HEADS, VALUE + ROPE), jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(plan.mesh):
-        traced = jax.jit(lambda q, pool, selection, batch: call(q, pool, selection=selection, batch=batch)).trace(
-            q, pool, selection, batch
-        )
+
+        def run(q, pool, selection, batch):
+            batch = with_boxes(batch, HEADS, VALUE, q.dtype, pool, call.keywords["options"], plan)
+            return call(q, pool, selection=selection, batch=batch)
+
+        traced = jax.jit(run).trace(q, pool, selection, batch)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # Many tokens whose output is in bfloat16 have Hopper's own kernel, all others the one in Triton.
-    own = tokens == 64 and (dcp == 1 or backend == "a2a")
-    assert text.count("mosaic_gpu_v2") == own
+    # Many tokens whose output is in bfloat16 have Hopper's own kernel, all others the one in Triton; few are merged by the
+    # second of two kernels, without any other movement than that of addresses.
+    own = tokens >= 64 and (dcp == 1 or backend == "a2a")
+    boxed = merge == "mosaic" and backend == "a2a" and tokens == 1
+    assert text.count("mosaic_gpu_v2") == own + 2 * boxed
     assert own or "sparse_mla" in text
-    assert ("merge_packed" in text) == (backend == "a2a")
-    assert text.count('"stablehlo.all_to_all"') == (backend == "a2a")
+    assert ("merge_packed" in text) == (backend == "a2a" and not boxed)
+    assert text.count('"stablehlo.all_to_all"') == (backend == "a2a" and not boxed)

@@ -1,14 +1,15 @@
 """The choice of kernels: by platform, dtype and widths, then by the user, and told in one line."""
 
+import ctypes
 import dataclasses
 
 import jax.numpy as jnp
 import pytest
 
-from dcpjax import kernels
+from dcpjax import kernels, mesh
 from dcpjax.errors import ConfigError
 from dcpjax.kernels import CHOICES, Kernels
-from dcpjax.mesh import abstract_plan
+from dcpjax.mesh import abstract_plan, make_plan
 
 WIDTHS = (512, 64, 128)
 
@@ -33,8 +34,42 @@ def test_hopper_has_a_kernel_of_its_own():
             Kernels.chosen(own, *other)
     with pytest.raises(ConfigError, match="indexer 'mosaic' runs on Hopper GPUs, which these are not"):
         Kernels.chosen({"indexer": "mosaic"}, *where)
+    for kv_rank, merge in ((512, "mosaic"), (64, "triton"), (192, "xla")):
+        assert Kernels.for_platform("gpu", jnp.bfloat16, kv_rank, 64, 128, hopper=True, peers=True).merge == merge
+    for other in ((*where, False, True), ("gpu", jnp.bfloat16, 64, 64, 128, False, True, True)):
+        with pytest.raises(
+            ConfigError, match="merge 'mosaic' runs on Hopper GPUs, for parts of 128, 256 and multiples of 512"
+        ):
+            Kernels.chosen({"merge": "mosaic"}, *other)
+    with pytest.raises(
+        ConfigError, match="merge 'mosaic' writes to the memory of other GPUs, which these do not reach"
+    ):
+        Kernels.chosen({"merge": "mosaic"}, *where, True, False)
     assert abstract_plan(platform="cuda").hopper
     assert not abstract_plan(platform="cpu").hopper
+
+
+class Driver:
+    """As CUDA's, of four GPUs that reach those whose numbers are at most two away."""
+
+    def cuDeviceGet(self, device, number):
+        device._obj.value = number
+        return 0 if number < 4 else 101
+
+    def cuDeviceCanAccessPeer(self, can, one, other):
+        can._obj.value = abs(one.value - other.value) <= 2
+        return 0
+
+
+def test_the_driver_is_asked_who_reaches_whom(monkeypatch):
+    ask = mesh._reach_each_other.__wrapped__
+    monkeypatch.setattr(mesh.ctypes, "CDLL", lambda name: Driver())
+    found = {numbers: ask(numbers) for numbers in ((0,), (0, 1, 2), (3, 0), (3, 4))}
+    assert found == {(0,): True, (0, 1, 2): True, (3, 0): False, (3, 4): False}
+    monkeypatch.setattr(mesh.ctypes, "CDLL", lambda name: ctypes.PyDLL("no such driver"))
+    assert not ask((0, 1))
+    assert not make_plan(2, 2).peers
+    assert abstract_plan(2, 2).peers
 
 
 @pytest.mark.parametrize("platform, dtype", [("cpu", jnp.bfloat16), ("gpu", jnp.float32), ("tpu", jnp.bfloat16)])
