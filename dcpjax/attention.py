@@ -63,10 +63,11 @@ def select(
     all visible ones where there are fewer. Source: the lightning indexer of DeepSeek-V3.2.
     """
     layout = index.layout
+    batch = batch.replace(boxes=None)  # they are each device's own
 
     def body(q, weight, data, batch):
         rank = collectives.rank(layout)
-        score, slot = _scores(q, weight, data, layer, batch, layout, rank, first_slot, kernels.indexer)
+        score, slot = _scores(q, weight, data, layer, batch, layout, rank, first_slot, kernels)
         if layout.shards > 1:
             score, slots = topk_candidates(score, slot, topk, backend=kernels.topk)
             packed = jnp.stack([jax.lax.bitcast_convert_type(score, jnp.int32), slots])
@@ -91,16 +92,19 @@ def select(
     )
 
 
-def _scores(q, weight, data, layer, batch, layout, rank, first_slot, backend):
+def _scores(q, weight, data, layer, batch, layout, rank, first_slot, kernels):
     """Scores `[T, columns]` on this rank, −inf where a slot is not visible, and the columns' slots, ascending."""
-    if backend == "xla":
+    if kernels.indexer == "xla":
         score = indexer_scores(q, weight, data, layer, batch.pages, batch.row_of)
         slot = layout.slot(jnp.arange(score.shape[1]), rank)
         visible = (slot >= first_slot) & (slot <= batch.slots[:, None])
         return jnp.where(visible, score, -jnp.inf), slot
     # The visible slots are one range, and so are their columns; the kernel reads nothing beyond it.
     visible = (layout.local_len(first_slot, rank), layout.local_len(batch.slots + 1, rank))
-    score = indexer_scores(q, weight, data, layer, batch.pages, batch.row_of, visible=visible, backend=backend)
+    score = indexer_scores(
+        q, weight, data, layer, batch.pages, batch.row_of,
+        visible=visible, backend=kernels.indexer, invariant=kernels.invariant,
+    )  # fmt: skip
     return score, layout.slot(jnp.arange(score.shape[1]), rank)
 
 
@@ -123,8 +127,10 @@ def with_boxes(
     a step's drafts do. What is merged through them must come one after the other.
     """
     tokens = max(batch.tokens.shape[0], batch.pages.shape[0])
-    wanted = options.backend == "a2a" and options.kernels.merge == "mosaic" and boxes.is_ahead(tokens, plan.dcp)
-    if pool.layout.shards == 1 or not wanted:
+    kernels = options.kernels
+    # Larger batches have another kernel, which rounds differently.
+    wanted = kernels.merge == "mosaic" and not kernels.invariant and boxes.is_ahead(tokens, plan.dcp)
+    if pool.layout.shards == 1 or options.backend != "a2a" or not wanted:
         return batch
 
     def body():
@@ -218,6 +224,8 @@ def _movement(q: jax.Array, pool: Pool, batch: ForwardBatch, options: AttentionO
     """Which movement sends fewer bytes: all queries and outputs, or all rows of the block tables."""
     if options.movement is not None:
         return options.movement
+    if options.kernels.invariant:
+        return "queries"  # parts are summed in another order where rows move
     tokens, heads, width = q.shape
     queries = 2 * tokens * heads * width * q.dtype.itemsize
     rows = batch.pages.shape[0] * batch.pages.shape[1] * pool.layout.page_tokens * pool.record.nbytes

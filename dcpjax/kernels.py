@@ -31,9 +31,10 @@ class Kernels:
     """An implementation for each operation: "xla" everywhere, "triton" on GPUs, "mosaic" on Hopper, "interpret" for tests.
 
     sparse_mla: attention over selected rows; "mosaic" is for Hopper, where it is ahead of "triton", which serves the rest.
-    merge: the sum of ranks' parts after an all-to-all, or, "mosaic", of few tokens on two ranks in its place. indexer, topk: scores and selection. experts: routed experts.
-    projections: dense products with quantised matrices. invariant: lists are split at fixed places, so that the bits of a
-    token's attention do not depend on the tokens beside it. Raises `ConfigError` for other names.
+    merge: the sum of ranks' parts after an all-to-all, or, "mosaic", of few tokens on two ranks in its place. indexer,
+    topk: scores and selection. experts: routed experts. projections: dense products with quantised matrices. invariant:
+    lists are split at fixed places, and no kernel or movement of attention is chosen by the number of tokens, so that the
+    bits of a token's attention do not depend on the tokens beside it. Raises `ConfigError` for other names.
     """
 
     sparse_mla: str = "xla"

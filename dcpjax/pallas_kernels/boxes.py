@@ -16,9 +16,9 @@ for itself. Why that is enough:
 - Nobody writes before a box is there, or when its memory is something else's: addresses come by a collective that follows
   the kernel that makes them and clears the flags; and a rank's last merge ends after all that is written to it, so that
   its memory may then be used for something else, or its program end.
-- Nobody waits for a block that has no place to run: a grid has so few blocks that all of them run at a time, and each
-  writes before it waits.
-
+- Nobody waits for a block that has no place to run: a block waits for those of its own number alone, and writes before it
+  waits. An H200 runs all of a grid at a time (two blocks a multiprocessor, whatever registers they take); where one does not,
+  blocks begin in the order of their numbers, so that the lowest number that is not done runs on every rank.
 - Programs do not meet. Each execution makes boxes, and ranks exchange addresses in it, which waits for all of them; so one
   rank may be in the next program while another has not left this one.
 
@@ -26,7 +26,8 @@ Merges of a program must depend on each other, as layers do: nothing else keeps 
 that is late is waited for, and devices that get two programs in different orders wait for ever, as with collectives.
 
 XLA knows boxes as inputs that nobody changes. A copy of one would be memory that the others do not write to, so each merge
-compares addresses, and traps if they differ: the GPU reports a failed launch.
+compares addresses of parts, LSE and flags, and traps if they differ: the GPU reports a failed launch. `turns` is not looked
+at so: it is passed wherever the others are.
 """
 
 import dataclasses

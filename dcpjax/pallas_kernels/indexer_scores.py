@@ -32,6 +32,7 @@ def indexer_scores(
     queries: int | None = None,
     config: IndexerConfig | MosaicScoresConfig | None = None,
     backend: str = "xla",
+    invariant: bool = False,
 ) -> jax.Array:
     """Scores `[T, P·G]` float32 of `q [T, heads, dim]` with `weight [T, heads]` float32 against a request's keys.
 
@@ -45,14 +46,17 @@ def indexer_scores(
     `backend` is "xla", "triton", "mosaic" or, for tests, "interpret". "mosaic" is the kernel for Hopper where it serves
     these arguments and its start is worth it, and the other one elsewhere. `queries` is the tokens that share one read of the
     keys there: the tokens of each row when all rows have as many (default: T / B, at most 8). It decides speed alone:
-    neighbours that turn out to belong to different rows are taken in turn. Raises `NotImplementedError` where the
+    neighbours that turn out to belong to different rows are taken in turn. `invariant`: one kernel for all numbers of tokens
+    and keys, since two of them round differently. Raises `NotImplementedError` where the
     kernel does not serve these arguments.
     """
     tokens, heads, dim = q.shape
     if queries is None:
         queries = min(max(tokens // pages.shape[0], 1), MOST_QUERIES)
     served = q.dtype == jnp.bfloat16 and has_keys(dim, heads, pool.shape[2], pool.dtype)
-    if isinstance(config, MosaicScoresConfig) or (backend == "mosaic" and served and _pays(q, pool, pages, queries)):
+    if isinstance(config, MosaicScoresConfig) or (
+        backend == "mosaic" and served and (invariant or _pays(q, pool, pages, queries))
+    ):
         # Not before it is needed: it brings a compiler along.
         from dcpjax.pallas_kernels.indexer_scores_mosaic import scores_mosaic
 

@@ -19,6 +19,8 @@ PAIR = 128
 DIM, KEYS = 128, 64
 # Rows of a split when the bits of a token must not depend on the other tokens.
 _INVARIANT_ROWS = 512
+# Of a grid's last axis.
+_MOST_TOKENS = 65_535
 _MULTIPROCESSORS = 132
 
 
@@ -74,12 +76,12 @@ def has_shape(heads: int, value: int, rope: int, dtype: Any) -> bool:
 def is_ahead(tokens: int, heads: int, width: int, packed: bool = False, invariant: bool = False) -> bool:
     """Whether the kernel was measured ahead of the Triton one: lists of about `width` rows, plain or packed, on an H200.
 
-    `invariant`: the same for every number of tokens.
+    `invariant`: whether it serves all of them, because one kernel must; by what is the same in all steps.
     """
-    if width < 512:
-        return False
     if invariant:
         return heads == 64
+    if width < 512 or tokens > _MOST_TOKENS:
+        return False
     return tokens >= (4 if width >= 2048 else 16) and (heads == 64 if packed else heads in (32, 64, 128))
 
 

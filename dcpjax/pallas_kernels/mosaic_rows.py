@@ -308,7 +308,7 @@ def _unpack(offset: int) -> str:
     """PTX that takes the 24 words $0 … $23 of a row apart and stores them `offset` after $24 (latent), $25 and $26 (key).
 
     Sign, exponent and fraction of e4m3 in their places in bfloat16 are 2⁻¹²⁰ times the value, for two values at a time; a
-    scale is multiplied with 2¹²⁰ first, so it may be 2⁷ at most: of rows with values beyond 57,344.
+    scale is multiplied with 2¹²⁰ first: `records.pack_rows` makes none above 2⁷.
     """
     code = ["{ .reg .b32 both, low, scale<4>, out<4>; .reg .f32 one;"]
     for quarter in range(4):

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 # Values that share a scale.
 GROUP = 128
 _LARGEST = 448.0  # of float8_e4m3fn
+# Of a scale's exponent: the kernel for Hopper multiplies scales with 2¹²⁰ before it applies them.
+_MOST_EXPONENT = 7
 
 
 def scale_groups(value_width: int) -> int:
@@ -33,7 +35,8 @@ def packed_words(value_width: int, rope: int = 0) -> int:
 def pack_rows(rows: jax.Array, value_width: int) -> jax.Array:
     """`rows [..., value_width + rope]` → records `[..., words]` uint32; for widths that `has_record`.
 
-    Scales are powers of two, so that a row which is packed again is the same.
+    Scales are powers of two, so that a row which is packed again is the same; 2⁷ at most, so that what is larger than 57,344
+    becomes that. What is not finite becomes NaN.
     """
     value = rows[..., :value_width].astype(jnp.float32)
     lead, groups = value.shape[:-1], scale_groups(value_width)
@@ -42,8 +45,10 @@ def pack_rows(rows: jax.Array, value_width: int) -> jax.Array:
     # frexp: largest / 448 = m · 2^e with m in [0.5, 1); 2^e is the least power of two that is large enough, or twice it.
     mantissa, exponent = jnp.frexp(largest / _LARGEST)
     exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
+    exponent = jnp.minimum(exponent, _MOST_EXPONENT)
     scale = jnp.where(largest > 0, jnp.ldexp(jnp.float32(1), exponent), 1.0)
-    parts = (parts / scale[..., None]).astype(jnp.float8_e4m3fn)
+    parts = jnp.where(jnp.isfinite(parts), jnp.clip(parts / scale[..., None], -_LARGEST, _LARGEST), jnp.nan)
+    parts = parts.astype(jnp.float8_e4m3fn)
     quarters = jnp.moveaxis(parts.reshape(*lead, 4, -1), -2, -1)
     words = [quarters, scale]
     if rows.shape[-1] > value_width:

@@ -65,7 +65,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
     fixed = config.split_rows is not None
     splits = pl.cdiv(rows.shape[1], config.split_rows) if fixed else min(config.splits, rows.shape[1] // PAIR)
     # As in Triton: parts that are rounded are half the bytes to merge.
-    dtype = jnp.dtype(out_dtype) if splits == 1 else q.dtype if splits <= 16 else jnp.dtype(jnp.float32)
+    dtype = jnp.dtype(out_dtype) if fixed or splits == 1 else q.dtype if splits <= 16 else jnp.dtype(jnp.float32)
     # What leaves through one slot must fit there.
     in_turn = min(config.in_turn, splits) if dtype.itemsize == 2 else 1
     packed = pool.dtype == jnp.uint32

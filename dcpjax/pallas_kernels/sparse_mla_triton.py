@@ -166,8 +166,9 @@ def sparse_mla_triton(
         rows = jnp.pad(rows, ((0, 0), (0, width - rows.shape[1])))
     fixed = config.split_rows is not None
     splits = pl.cdiv(width, config.split_rows) if fixed else min(config.splits, width // config.rows)
-    # Parts that are rounded are half the bytes to merge, which shows in time from a few on and hardly in the error.
-    part_dtype = jnp.dtype(out_dtype) if splits == 1 else q.dtype if splits <= 16 else jnp.dtype(jnp.float32)
+    # Parts that are rounded are half the bytes to merge, which shows in time from a few on and hardly in the error. Those at
+    # fixed places are not: how many there are depends on the longest request.
+    part_dtype = jnp.dtype(out_dtype) if fixed or splits == 1 else q.dtype if splits <= 16 else jnp.dtype(jnp.float32)
 
     def kernel(layer_ref, count_ref, q_ref, pool_ref, rows_ref, out_ref, lse_ref):
         head = pl.program_id(2) * config.heads + jnp.arange(config.heads, dtype=jnp.int32)

@@ -25,15 +25,20 @@ def plan_of(dcp: int) -> MeshPlan:
 
 
 @pytest.mark.parametrize(
-    "dcp, backend, movement, merge, tokens",
+    "dcp, backend, movement, merge, tokens, invariant",
     [
-        (dcp, backend, movement, "triton", tokens)
+        (dcp, backend, movement, "triton", tokens, False)
         for dcp, backend, movement in ((1, "ag_rs", None), (2, "a2a", "queries"), (2, "ag_rs", "queries"), (2, "ag_rs", "rows"))
         for tokens in (1, 64)
     ]
-    + [(2, "a2a", "queries", "mosaic", 1), (2, "a2a", "queries", "mosaic", 256), (2, "ag_rs", "queries", "mosaic", 1)],
+    + [
+        (2, "a2a", "queries", "mosaic", 1, False), (2, "a2a", "queries", "mosaic", 256, False),
+        (2, "ag_rs", "queries", "mosaic", 1, False),
+        # Neither the way of merging nor what is sent may depend on the number of tokens.
+        (2, "a2a", None, "mosaic", 1, True), (2, "a2a", None, "mosaic", 256, True),
+    ],
 )  # fmt: skip
-def test_attention_lowers_for_h200s(dcp, backend, movement, merge, tokens):
+def test_attention_lowers_for_h200s(dcp, backend, movement, merge, tokens, invariant):
     plan = plan_of(dcp)
     layout = CacheLayout(PAGES, PAGE, dcp)
     shape = jax.ShapeDtypeStruct
@@ -52,7 +57,7 @@ def test_attention_lowers_for_h200s(dcp, backend, movement, merge, tokens):
     )
     call = functools.partial(
         attend, layer=3, value_width=VALUE, scale=0.1, plan=plan,
-        options=AttentionOptions(backend, movement, kernels=dataclasses.replace(KERNELS, merge=merge)),
+        options=AttentionOptions(backend, movement, kernels=dataclasses.replace(KERNELS, merge=merge, invariant=invariant)),
     )  # fmt: skip
     pool = Pool(shape((4, PAGES, PAGE, VALUE + ROPE), jnp.bfloat16), layout, Record(VALUE + ROPE, jnp.bfloat16))
     q = shape((tokens, HEADS, VALUE + ROPE), jnp.bfloat16)
@@ -66,8 +71,8 @@ def test_attention_lowers_for_h200s(dcp, backend, movement, merge, tokens):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     # Many tokens whose output is in bfloat16 have Hopper's own kernel, all others the one in Triton; few are merged by the
     # second of two kernels, without any other movement than that of addresses.
-    own = tokens >= 64 and (dcp == 1 or backend == "a2a")
-    boxed = merge == "mosaic" and backend == "a2a" and tokens == 1
+    own = (tokens >= 64 or invariant) and (dcp == 1 or backend == "a2a")
+    boxed = merge == "mosaic" and backend == "a2a" and tokens == 1 and not invariant
     assert text.count("mosaic_gpu_v2") == own + 2 * boxed
     assert own or "sparse_mla" in text
     assert ("merge_packed" in text) == (backend == "a2a" and not boxed)

@@ -117,6 +117,7 @@ SERVED = {"shape": (128, 64, 576), "value_width": 512, "dtype": jnp.bfloat16, "o
         {"shape": (3, 64, 576)},
         {"shape": (15, 64, 576), "width": 1024},
         {"shape": (128, 16, 576)},
+        {"shape": (1 << 16, 64, 576)},
         {"shape": (128, 96, 576)},
         {"shape": (128, 64, 192), "value_width": 128},
         {"shape": (128, 128, 576), "dtype": jnp.uint32},
@@ -144,6 +145,8 @@ def test_fixed_places_are_the_same_for_every_number_of_tokens():
     assert {c.split_rows for c in configs} == {512}
     # Of 132 multiprocessors none waits longer than it must, in as few blocks as can be.
     assert [(c.in_turn, c.columns) for c in configs] == [(1, 4), (1, 2), (1, 1), (2, 1), (4, 1), (2, 1)]
+    # Nor does the kernel depend on the longest list, which is another token's.
+    assert {fitting("mosaic", **SERVED | {"width": n, "invariant": True})[0] for n in (64, 512, 2048)} == {"mosaic"}
 
 
 @pytest.mark.parametrize(

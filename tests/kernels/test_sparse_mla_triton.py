@@ -136,6 +136,8 @@ def test_invariant_bits_do_not_depend_on_the_other_tokens(backend):
     for t in (2, 3, 39):
         alone = Case("bfloat16", tokens=40, heads=3, width=1100, rows=3000)
         alone.q, alone.rows, alone.count = alone.q[t : t + 1], alone.rows[t : t + 1], alone.count[t : t + 1]
+        # Beside shorter ones only, the list is as wide as it must be.
+        alone.rows = alone.rows[:, : alone.count[0]]
         same_bits(alone.run(backend, invariant=True), jax.tree.map(lambda x, t=t: x[t : t + 1], together))
 
 
