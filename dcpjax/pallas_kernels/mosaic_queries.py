@@ -2,7 +2,8 @@
 
 Each program brings its own: there is little of it beside its keys, and it arrives while they are on their way, where a
 kernel that prepares all queries first would cost a launch. Those that meet packed keys become float16, in the order in
-which the bytes of words come; powers of two keep them in its range and go into the weights, so nothing is lost.
+which the bytes of words come; powers of two keep them in its range and go into the weights, so that digits are lost only
+of values below 2⁻¹⁷ of a head's largest.
 """
 
 import jax
