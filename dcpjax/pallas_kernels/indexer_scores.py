@@ -47,8 +47,8 @@ def indexer_scores(
     these arguments and its start is worth it, and the other one elsewhere. `queries` is the tokens that share one read of the
     keys there: the tokens of each row when all rows have as many (default: T / B, at most 8). It decides speed alone:
     neighbours that turn out to belong to different rows are taken in turn. `invariant`: one kernel for all numbers of tokens
-    and keys, since two of them round differently. Raises `NotImplementedError` where the
-    kernel does not serve these arguments.
+    and keys, since two of them round differently. Raises `NotImplementedError` where the kernel does not serve these
+    arguments.
     """
     tokens, heads, dim = q.shape
     if queries is None:

@@ -20,11 +20,11 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
 from dcpjax.pallas_kernels.mosaic_config import DIM, KEYS, MosaicScoresConfig, has_keys
-from dcpjax.pallas_kernels.mosaic_queries import OPERAND, ROWS, bring_queries
+from dcpjax.pallas_kernels.mosaic_ptx import SCALAR, TRANSFORMS, address_of, constant32, shared_address, thread_number
+from dcpjax.pallas_kernels.mosaic_queries import ROWS, bring_queries
 from dcpjax.pallas_kernels.records import packed_words
 
 _LAYOUT = plgpu.Layout.WGMMA
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 _LANES = 4  # threads that share a row of a product
 _WIDEST = 128  # columns of a product: its sums take half as many registers of a thread
 
@@ -64,7 +64,7 @@ def scores_mosaic(
     keys = (
         plgpu.SMEM((config.ahead, KEYS * width), jnp.uint32)
         if packed
-        else plgpu.SMEM((config.ahead, KEYS, width), jnp.bfloat16, transforms=OPERAND)
+        else plgpu.SMEM((config.ahead, KEYS, width), jnp.bfloat16, transforms=TRANSFORMS)
     )
     copies = pl.cdiv(KEYS, group)
     body = functools.partial(
@@ -83,7 +83,7 @@ def scores_mosaic(
         grid=(config.chunks, groups),
         grid_names=("chunk", "group"),
         scratch_types=[
-            plgpu.SMEM((rows, dim), jnp.float16 if packed else q.dtype, transforms=OPERAND),
+            plgpu.SMEM((rows, dim), jnp.float16 if packed else q.dtype, transforms=TRANSFORMS),
             plgpu.SMEM((rows,), jnp.float32),
             keys,
             plgpu.Barrier(num_arrivals=copies, num_barriers=config.ahead),
@@ -252,11 +252,11 @@ def _kernel(
 def _read(ref, place):
     """`ref[place]` int32, read here: the compiler moves ordinary reads to where they are used, one wait behind another."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, _SCALAR))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR))
     def go(_, ref, place):
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         offset = arith.muli(arith.extsi(i64, place.registers.item()), arith.constant(i64, 4))
-        address = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(ref)), offset)
+        address = arith.addi(address_of(ref), offset)
         value = llvm.inline_asm(i32, [address], "ld.global.nc.b32 $0, [$1];", "=r,l", has_side_effects=True)
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
@@ -273,16 +273,12 @@ def _meet():
     go()
 
 
-def _constant(value):
-    return arith.constant(ir.IntegerType.get_signless(32), value)
-
-
 def _place():
     """Of this thread: its first row of a tile, the other being 8 further, and its number among the four of the row."""
-    thread = arith.remui(utils.thread_idx(), _constant(128))
-    lane, warp = arith.remui(thread, _constant(32)), arith.divui(thread, _constant(32))
-    row = arith.addi(arith.muli(warp, _constant(16)), arith.divui(lane, _constant(4)))
-    return row, arith.remui(lane, _constant(4))
+    thread = thread_number()
+    lane, warp = arith.remui(thread, constant32(32)), arith.divui(thread, constant32(32))
+    row = arith.addi(arith.muli(warp, constant32(16)), arith.divui(lane, constant32(4)))
+    return row, arith.remui(lane, constant32(4))
 
 
 def _unpack(words_ref):
@@ -302,8 +298,8 @@ def _unpack(words_ref):
     def go(_, words):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         row, thread = _place()
-        begin = arith.addi(llvm.ptrtoint(i32, utils.memref_ptr(words)), arith.muli(row, _constant(bytes_)))
-        mine = arith.addi(begin, arith.muli(thread, _constant(32)))
+        begin = arith.addi(shared_address(utils.memref_ptr(words)), arith.muli(row, constant32(bytes_)))
+        mine = arith.addi(begin, arith.muli(thread, constant32(32)))
 
         def load(kind, letter, base, offset):
             code = f"ld.shared.b32 $0, [$1 + {offset}];"
@@ -344,7 +340,7 @@ def _put(out_ref, columns, column, low, places, dot=None, weights=None, scale=No
     layouts = [_LAYOUT, _LAYOUT.reduce(0), _LAYOUT.reduce(1)][: len(given)]
     scalars = [jnp.asarray(x, jnp.int32) for x in (column, low, *(x for place in places for x in place))]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *layouts, *(_SCALAR,) * len(scalars)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *layouts, *(SCALAR,) * len(scalars)))
     def go(_, out, *args):
         i32, i64, f32 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.F32Type.get()
         arrays, scalars = args[: len(given)], [x.registers.flat[0] for x in args[len(given) :]]
@@ -354,17 +350,17 @@ def _put(out_ref, columns, column, low, places, dot=None, weights=None, scale=No
             scores = _of_lane(_sums(*arrays[:2], len(places)), thread)
         # Thread t of a row has query t.
         token, size, high = rest[:3]
-        mine = arith.cmpi(arith.CmpIPredicate.slt, thread, _constant(len(places)))
+        mine = arith.cmpi(arith.CmpIPredicate.slt, thread, constant32(len(places)))
         for j in range(1, len(places)):
-            here = arith.cmpi(arith.CmpIPredicate.eq, thread, _constant(j))
+            here = arith.cmpi(arith.CmpIPredicate.eq, thread, constant32(j))
             values = zip((token, size, high), rest[3 * j : 3 * j + 3], strict=True)
             token, size, high = (arith.select(here, new, old) for old, new in values)
         place = arith.addi(arith.extsi(i64, column), arith.extsi(i64, row))
         place = arith.addi(place, arith.muli(arith.extsi(i64, token), arith.constant(i64, columns)))
-        address = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(out)), arith.muli(place, arith.constant(i64, 4)))
+        address = arith.addi(address_of(out), arith.muli(place, arith.constant(i64, 4)))
         less = arith.CmpIPredicate.slt
         for half in range(2):
-            key = arith.addi(row, _constant(8 * half))
+            key = arith.addi(row, constant32(8 * half))
             value = arith.constant(f32, float("-inf"))
             if arrays:
                 score = scores[half]
@@ -413,7 +409,7 @@ def _of_lane(sums, thread):
     zero = arith.constant(ir.F32Type.get(), 0.0)
     sums = [*sums, *([[zero, zero]] * (_LANES - len(sums)))]
     for bit in (1, 2):
-        odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread, _constant(bit)), _constant(0))
+        odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(thread, constant32(bit)), constant32(0))
         joined = []
         # A thread keeps the half of the queries that its bit says and gives the other half away.
         for first, second in zip(sums[::2], sums[1::2], strict=True):

@@ -18,10 +18,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from dcpjax.pallas_kernels.boxes import BoxConfig, Boxes, has_part
+from dcpjax.pallas_kernels.mosaic_ptx import SCALAR, THREADS, address_of, constant32, constant64, ptx, thread_number
 
 _CONFIG = BoxConfig()
-_THREADS = 128  # of a block: one warpgroup
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 _REF = plgpu.RefType()
 _LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
@@ -44,11 +43,11 @@ def open_boxes(
         @plgpu.inline_mgpu(arg_types=(_REF,) * 5)
         def make(ctx, parts, lse, flags, turns, addresses):
             for ref, words in ((flags, ranks * config.blocks), (turns, config.blocks)):
-                _clear(_address(ref), words)
+                _clear(address_of(ref), words)
             for place, ref in enumerate((parts, lse, flags)):
-                first = arith.cmpi(arith.CmpIPredicate.eq, _thread(), _i32(0))
-                to = arith.addi(_address(addresses), _i64(8 * place))
-                utils.inline_ptx("st.global.b64 [$0], $1;", to, _address(ref), predicate=first, has_side_effects=True)
+                first = arith.cmpi(arith.CmpIPredicate.eq, thread_number(), constant32(0))
+                to = arith.addi(address_of(addresses), constant64(8 * place))
+                utils.inline_ptx("st.global.b64 [$0], $1;", to, address_of(ref), predicate=first, has_side_effects=True)
 
         make(parts, lse, flags, turns, addresses)
 
@@ -87,7 +86,7 @@ def merge_boxed(
     cut = config.cut(tokens, heads, ranks)
     boxes.check(cut, width, out.dtype)
     step, blocks = cut.step, cut.blocks
-    vector = min(4, width // _THREADS)
+    vector = min(4, width // THREADS)
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
     part_bytes = step * width * out.dtype.itemsize
 
@@ -106,51 +105,51 @@ def merge_boxed(
             # A loop of one would keep it from what comes before it.
             trip(0, ()) if cut.trips == 1 else lax.fori_loop(0, cut.trips, trip, ())
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _REF, _REF, _SCALAR, _SCALAR))
+        @plgpu.inline_mgpu(arg_types=(_REF, _REF, _REF, SCALAR, SCALAR))
         def send(ctx, part, score, where, peer, at):
             peer, at = peer.registers.item(), arith.extui(_kind(64), at.registers.item())
-            to = arith.addi(_listed(where, peer, 1), arith.muli(at, _i64(4)))
-            _copy_words(_address(score), to, step)
-            row = arith.muli(at, _i64(width * out.dtype.itemsize))
-            _copy_bytes(_address(part), arith.addi(_listed(where, peer, 0), row), part_bytes)
+            to = arith.addi(_listed(where, peer, 1), arith.muli(at, constant64(4)))
+            _copy_words(address_of(score), to, step)
+            row = arith.muli(at, constant64(width * out.dtype.itemsize))
+            _copy_bytes(address_of(part), arith.addi(_listed(where, peer, 0), row), part_bytes)
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR, _SCALAR))
+        @plgpu.inline_mgpu(arg_types=(_REF, SCALAR, SCALAR, SCALAR))
         def tell(ctx, where, peer, at, turn):
             utils.warpgroup_barrier()
-            offset = arith.extui(_kind(64), arith.muli(at.registers.item(), _i32(4)))
+            offset = arith.extui(_kind(64), arith.muli(at.registers.item(), constant32(4)))
             flag = arith.addi(_listed(where, peer.registers.item(), 2), offset)
-            first = arith.cmpi(arith.CmpIPredicate.eq, _thread(), _i32(0))
+            first = arith.cmpi(arith.CmpIPredicate.eq, thread_number(), constant32(0))
             # Orders what all threads wrote before the barrier, for whoever acquires it on any device.
             code = "st.release.sys.global.b32 [$0], $1;"
             utils.inline_ptx(code, flag, turn.registers.item(), predicate=first, has_side_effects=True)
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR))
+        @plgpu.inline_mgpu(arg_types=(_REF, SCALAR))
         def wait(ctx, flag, turn):
             code = (
                 "{ .reg .b32 seen; .reg .pred other; setp.ne.u32 other, $2, 0; @other bra done; again: "
                 "ld.acquire.sys.global.b32 seen, [$0]; sub.s32 seen, seen, $1; setp.lt.s32 other, seen, 0; "
                 "@other bra again; done: }"
             )
-            _asm(code, "l,r,r", _address(flag), turn.registers.item(), _thread())
+            ptx(code, "l,r,r", address_of(flag), turn.registers.item(), thread_number())
             utils.warpgroup_barrier()
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _REF, _REF, _REF, _SCALAR))
+        @plgpu.inline_mgpu(arg_types=(_REF, _REF, _REF, _REF, SCALAR))
         def check(ctx, parts, scores, flags, where, me):
             for number, ref in enumerate((parts, scores, flags)):
                 code = "{ .reg .pred moved; setp.ne.u64 moved, $0, $1; @moved trap; }"
-                _asm(code, "l,l", _address(ref), _listed(where, me.registers.item(), number))
+                ptx(code, "l,l", address_of(ref), _listed(where, me.registers.item(), number))
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR))
+        @plgpu.inline_mgpu(arg_types=(_REF, SCALAR))
         def count(ctx, ref, turn):
-            first = arith.cmpi(arith.CmpIPredicate.eq, _thread(), _i32(0))
+            first = arith.cmpi(arith.CmpIPredicate.eq, thread_number(), constant32(0))
             code = "st.global.b32 [$0], $1;"
-            utils.inline_ptx(code, _address(ref), turn.registers.item(), predicate=first, has_side_effects=True)
+            utils.inline_ptx(code, address_of(ref), turn.registers.item(), predicate=first, has_side_effects=True)
 
         @plgpu.inline_mgpu(
-            arg_types=(_REF, _REF, _SCALAR), return_type=plgpu.ShapeDtypeStruct((width,), out.dtype, layout)
+            arg_types=(_REF, _REF, SCALAR), return_type=plgpu.ShapeDtypeStruct((width,), out.dtype, layout)
         )
         def read(ctx, own, box, is_own):
-            is_own = arith.cmpi(arith.CmpIPredicate.ne, is_own.registers.item(), _i32(0))
+            is_own = arith.cmpi(arith.CmpIPredicate.ne, is_own.registers.item(), constant32(0))
             pointer = arith.select(is_own, utils.memref_ptr(own), utils.memref_ptr(box))
             kind = ir.MemRefType.get((width,), ir.MemRefType(own.type).element_type)
             return mgpu.FragmentedArray.load_strided(utils.ptr_as_memref(pointer, kind), vec_size=vector)
@@ -216,65 +215,44 @@ def _merged(scores, parts):
 
 def _copy_bytes(source, to, count: int) -> None:
     """`count` bytes, a multiple of 16, between addresses, by all threads: all reads, then all writes."""
-    thread = _thread()
-    offset = arith.extui(_kind(64), arith.muli(thread, _i32(16)))
-    whole, rest = divmod(count, 16 * _THREADS)
+    thread = thread_number()
+    offset = arith.extui(_kind(64), arith.muli(thread, constant32(16)))
+    whole, rest = divmod(count, 16 * THREADS)
     code = [f"{{ .reg .b32 word<{4 * whole + 4}>; .reg .pred some; setp.lt.u32 some, $2, {rest // 16};"]
     for form in ("ld.global.v4.b32 {1}, [$0 + {0}];", "st.global.v4.b32 [$1 + {0}], {1};"):
         for n in range(whole + bool(rest)):
             words = "{" + ", ".join(f"word{4 * n + i}" for i in range(4)) + "}"
-            code.append(("@some " if n == whole else "") + form.format(16 * _THREADS * n, words))
-    _asm(" ".join(code) + "}", "l,l,r", arith.addi(source, offset), arith.addi(to, offset), thread)
+            code.append(("@some " if n == whole else "") + form.format(16 * THREADS * n, words))
+    ptx(" ".join(code) + "}", "l,l,r", arith.addi(source, offset), arith.addi(to, offset), thread)
 
 
 def _copy_words(source, to, count: int) -> None:
     """`count` words of 4 bytes, at most one a thread, between addresses."""
-    thread = _thread()
-    offset = arith.extui(_kind(64), arith.muli(thread, _i32(4)))
+    thread = thread_number()
+    offset = arith.extui(_kind(64), arith.muli(thread, constant32(4)))
     code = (
         f"{{ .reg .b32 word; .reg .pred some; setp.lt.u32 some, $2, {count}; "
         "@some ld.global.b32 word, [$0]; @some st.global.b32 [$1], word; }"
     )
-    _asm(code, "l,l,r", arith.addi(source, offset), arith.addi(to, offset), thread)
+    ptx(code, "l,l,r", arith.addi(source, offset), arith.addi(to, offset), thread)
 
 
 def _clear(to, count: int) -> None:
     """Sets `count` words of 4 bytes to 0."""
-    thread = _thread()
-    first = arith.addi(to, arith.extui(_kind(64), arith.muli(thread, _i32(4))))
-    whole, rest = divmod(count, _THREADS)
+    thread = thread_number()
+    first = arith.addi(to, arith.extui(_kind(64), arith.muli(thread, constant32(4))))
+    whole, rest = divmod(count, THREADS)
     code = [f"{{ .reg .pred some; setp.lt.u32 some, $1, {rest};"]
-    code += [f"st.global.b32 [$0 + {4 * _THREADS * n}], 0;" for n in range(whole)]
-    _asm(" ".join(code) + f" @some st.global.b32 [$0 + {4 * _THREADS * whole}], 0; }}", "l,r", first, thread)
+    code += [f"st.global.b32 [$0 + {4 * THREADS * n}], 0;" for n in range(whole)]
+    ptx(" ".join(code) + f" @some st.global.b32 [$0 + {4 * THREADS * whole}], 0; }}", "l,r", first, thread)
 
 
 def _listed(where, rank, which: int):
     """Address number `which` of a rank, of the list at `where`."""
-    row = arith.addi(_address(where), arith.extui(_kind(64), arith.muli(rank, _i32(24))))
+    row = arith.addi(address_of(where), arith.extui(_kind(64), arith.muli(rank, constant32(24))))
     code = f"ld.global.b64 $0, [$1 + {8 * which}];"
     return llvm.inline_asm(_kind(64), [row], code, "=l,l", has_side_effects=True)
 
 
-def _thread():
-    return arith.remui(utils.thread_idx(), _i32(_THREADS))
-
-
-def _address(ref):
-    return llvm.ptrtoint(_kind(64), utils.memref_ptr(ref))
-
-
 def _kind(bits: int):
     return ir.IntegerType.get_signless(bits)
-
-
-def _i32(value: int):
-    return arith.constant(_kind(32), value)
-
-
-def _i64(value: int):
-    return arith.constant(_kind(64), value)
-
-
-def _asm(code: str, constraints: str, *args) -> None:
-    """PTX without a result."""
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), list(args), code, constraints, has_side_effects=True)

@@ -97,7 +97,7 @@ class MosaicScoresConfig:
         """What was fastest on an H200 for `groups` groups of `queries` tokens of `heads` heads over `columns` keys, packed or
         bfloat16: programs that fill it once, if they are not long, and many short ones elsewhere."""
         tiles, rows = pl.cdiv(columns, KEYS), queries * pl.cdiv(heads, 32) * 32
-        slots = 132 * (4 if rows <= 64 else 3 if rows <= 128 else 2)
+        slots = _MULTIPROCESSORS * (4 if rows <= 64 else 3 if rows <= 128 else 2)
         chunks = slots // groups
         # Tiles of a short program, and of the longest that may be one of those which all run at once.
         short, most = (6, 16) if queries == 1 else (16, 32 if packed else 96)

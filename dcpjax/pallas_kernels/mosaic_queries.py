@@ -14,12 +14,18 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from dcpjax.pallas_kernels.mosaic_config import DIM
+from dcpjax.pallas_kernels.mosaic_ptx import (
+    BOX,
+    SCALAR,
+    TRANSFORMS,
+    address_of,
+    constant32,
+    ptx,
+    shared_address,
+    thread_number,
+)
 
-# Operands of products: boxes of 8 rows of 128 bytes, swizzled.
-OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_BOX = 1024  # bytes
 _BLOCKS = DIM // 64  # boxes side by side
-_SCALAR = plgpu.Layout.WG_SPLAT(())
 # Rows that a warpgroup brings at once, four threads a row, and how often at most before the first is looked at.
 ROWS, _AHEAD = 32, 4
 # A thread t of the four reads 8 values at each of these, and 8t further.
@@ -49,42 +55,55 @@ def bring_queries(
     passes = [(j, block) for j in range(len(tokens)) for block in range(heads // ROWS)]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(OPERAND), plgpu.RefType(), *(_SCALAR,) * len(tokens))
+        arg_types=(
+            plgpu.RefType(),
+            plgpu.RefType(),
+            plgpu.RefType(TRANSFORMS),
+            plgpu.RefType(),
+            *(SCALAR,) * len(tokens),
+        )
     )
     def go(_, q, weight, q_smem, w_smem, *tokens):
         i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
-        thread = arith.remui(utils.thread_idx(), _i32(4 * ROWS))
-        row, part = arith.divui(thread, _i32(4)), arith.remui(thread, _i32(4))
+        thread = thread_number()
+        row, part = arith.divui(thread, constant32(4)), arith.remui(thread, constant32(4))
         tokens = [arith.extsi(i64, token.registers.flat[0]) for token in tokens]
 
         def read(j, block):
-            head = arith.addi(row, _i32(ROWS * block))
-            there = arith.cmpi(arith.CmpIPredicate.ult, head, _i32(real))
-            place = arith.extui(i64, arith.minui(head, _i32(real - 1)))
+            head = arith.addi(row, constant32(ROWS * block))
+            there = arith.cmpi(arith.CmpIPredicate.ult, head, constant32(real))
+            place = arith.extui(i64, arith.minui(head, constant32(real - 1)))
             place = arith.addi(arith.muli(tokens[j], arith.constant(i64, real)), place)
-            base = arith.addi(_address(q), arith.muli(place, arith.constant(i64, 2 * DIM)))
-            base = arith.addi(base, arith.extui(i64, arith.muli(part, _i32(16))))
+            base = arith.addi(address_of(q), arith.muli(place, arith.constant(i64, 2 * DIM)))
+            base = arith.addi(base, arith.extui(i64, arith.muli(part, constant32(16))))
             parts = [_read_four(base, 2 * first) for first in FIRST]
-            weigh = arith.addi(_address(weight), arith.muli(place, arith.constant(i64, 4)))
+            weigh = arith.addi(address_of(weight), arith.muli(place, arith.constant(i64, 4)))
             value = llvm.inline_asm(f32, [weigh], "ld.global.nc.f32 $0, [$1];", "=f,l")
             return parts, arith.select(there, value, arith.constant(f32, 0.0))
 
         def write(j, block, parts, weight):
-            at = arith.addi(row, _i32(j * heads + ROWS * block))
-            within = arith.remui(at, _i32(8))
-            box = arith.muli(arith.divui(at, _i32(8)), _i32(_BLOCKS * _BOX))
-            begin = arith.addi(arith.addi(_shared(q_smem), box), arith.muli(within, _i32(128)))
+            at = arith.addi(row, constant32(j * heads + ROWS * block))
+            within = arith.remui(at, constant32(8))
+            box = arith.muli(arith.divui(at, constant32(8)), constant32(_BLOCKS * BOX))
+            begin = arith.addi(
+                arith.addi(shared_address(utils.memref_ptr(q_smem)), box), arith.muli(within, constant32(128))
+            )
             if packed:
                 weight = arith.mulf(
                     weight, _write_halves(begin, within, part, [word for four in parts for word in four])
                 )
             else:
                 for first, four in zip(FIRST, parts, strict=True):
-                    chunk = arith.xori(arith.addi(part, _i32(first % 64 // 8)), within)
-                    to = arith.addi(begin, arith.muli(chunk, _i32(16)))
-                    _asm(f"st.shared.v4.b32 [$0 + {first // 64 * _BOX}], {{$1, $2, $3, $4}};", "r,r,r,r,r", to, *four)
+                    chunk = arith.xori(arith.addi(part, constant32(first % 64 // 8)), within)
+                    to = arith.addi(begin, arith.muli(chunk, constant32(16)))
+                    ptx(f"st.shared.v4.b32 [$0 + {first // 64 * BOX}], {{$1, $2, $3, $4}};", "r,r,r,r,r", to, *four)
             # All four threads of a row store the same.
-            _asm("st.shared.f32 [$0], $1;", "r,f", arith.addi(_shared(w_smem), arith.muli(at, _i32(4))), weight)
+            ptx(
+                "st.shared.f32 [$0], $1;",
+                "r,f",
+                arith.addi(shared_address(utils.memref_ptr(w_smem)), arith.muli(at, constant32(4))),
+                weight,
+            )
 
         for n in range(0, len(passes), _AHEAD):
             some = passes[n : n + _AHEAD]
@@ -113,13 +132,13 @@ def _write_halves(begin, within, part, words):
     for distance in (1, 2):
         largest = arith.maxui(largest, utils.shfl_bfly(largest, distance))
     # The largest value becomes one below 1; the last few exponents have no power of two that does it, and need none.
-    exponent = arith.shrui(largest, _i32(7))
-    exponent = arith.minui(arith.maxui(exponent, _i32(1)), _i32(252))
+    exponent = arith.shrui(largest, constant32(7))
+    exponent = arith.minui(arith.maxui(exponent, constant32(1)), constant32(252))
     scale, factor = (
-        arith.bitcast(f32, arith.shli(x, _i32(23)))
-        for x in (arith.subi(_i32(253), exponent), arith.addi(exponent, _i32(1)))
+        arith.bitcast(f32, arith.shli(x, constant32(23)))
+        for x in (arith.subi(constant32(253), exponent), arith.addi(exponent, constant32(1)))
     )
-    place = arith.addi(begin, arith.addi(arith.muli(within, _i32(16)), arith.muli(part, _i32(4))))
+    place = arith.addi(begin, arith.addi(arith.muli(within, constant32(16)), arith.muli(part, constant32(4))))
     code = ["{ .reg .b32 x, y; .reg .f32 a, b;"]
     for half in range(2):
         for word in range(8):
@@ -131,23 +150,6 @@ def _write_halves(begin, within, part, words):
                 )
             code.append("mov.b32 a, x; mov.b32 b, y; mul.f32 a, a, $16; mul.f32 b, b, $16; cvt.rn.f16x2.f32 x, b, a;")
             box, byte = divmod(2 * place_of(word, half), 128)
-            code.append(f"xor.b32 y, $17, {byte}; st.shared.b32 [y + {box * _BOX}], x;")
-    _asm("\n".join([*code, "}"]), "r," * 16 + "f,r", *words, scale, place)
+            code.append(f"xor.b32 y, $17, {byte}; st.shared.b32 [y + {box * BOX}], x;")
+    ptx("\n".join([*code, "}"]), "r," * 16 + "f,r", *words, scale, place)
     return factor
-
-
-def _address(ref):
-    return llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
-
-
-def _shared(ref):
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
-
-
-def _i32(value: int):
-    return arith.constant(ir.IntegerType.get_signless(32), value)
-
-
-def _asm(code: str, constraints: str, *args) -> None:
-    """PTX without a result."""
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), list(args), code, constraints, has_side_effects=True)

@@ -26,15 +26,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
-# Rows of a tile, and what a shared tile of 2-byte numbers looks like: boxes of 8 rows of 128 bytes, swizzled.
-TILE = 64
-TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_BOX = 1024  # bytes
+from dcpjax.pallas_kernels.mosaic_ptx import (
+    BOX,
+    SCALAR,
+    THREADS,
+    TRANSFORMS,
+    address_of,
+    constant32,
+    ptx,
+    shared_address,
+    thread_number,
+)
 
-_THREADS = 128  # of a warpgroup
-_SCALAR = plgpu.Layout.WG_SPLAT(())
+TILE = 64  # rows
 # Each thread of the producer holds the numbers of the four rows that it copies a part of.
-_HELD = plgpu.Layout.WG_STRIDED((4 * _THREADS,), vec_size=4)
+_HELD = plgpu.Layout.WG_STRIDED((4 * THREADS,), vec_size=4)
 
 # Bytes of a record, and where its scales and its rotated key begin: `records.pack_rows` of 512 + 64 values.
 _RECORD, _SCALES, _KEY = 656, 512, 528
@@ -42,7 +48,7 @@ _BLOCKS = 9  # of 64 columns
 # A thread reads, of each of its rows, twice 32 bytes of latent, all scales, and 16 bytes of key.
 _READS = ((0, 0), (0, 16), (0, 256), (0, 272), (1, _SCALES), (2, _KEY))
 _WORDS = 4 * len(_READS)
-_ROW = plgpu.Layout.WG_STRIDED((_WORDS * _THREADS,), vec_size=4)
+_ROW = plgpu.Layout.WG_STRIDED((_WORDS * THREADS,), vec_size=4)
 # Eight threads of a row that each ask for a line so far apart ask for all of its lines of 128 bytes.
 _APART = 92
 
@@ -76,7 +82,7 @@ class Landing:
         def initialise(ctx, landed):
             one = utils.single_thread_predicate(scope=utils.ThreadSubset.BLOCK)
             for slot in range(2):
-                nvvm.mbarrier_init(_barrier(landed, slot), _i32(_THREADS), predicate=one)
+                nvvm.mbarrier_init(_barrier(landed, slot), constant32(THREADS), predicate=one)
 
         initialise(landed)
         plgpu.barrier_arrive(ready)
@@ -85,10 +91,10 @@ class Landing:
     def wait(self, scratch, slot: int, turn: jax.Array) -> None:
         """Until tile number `turn []` int32 of a slot, from 0, is there for matrix instructions of the calling warpgroup."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
         def wait(ctx, landed, parity):
             odd = arith.trunci(ir.IntegerType.get_signless(1), parity.registers.item())
-            utils.BarrierRef(utils.memref_ptr(landed), _i32(slot), None, 1).wait_parity(odd)
+            utils.BarrierRef(utils.memref_ptr(landed), constant32(slot), None, 1).wait_parity(odd)
             # What was written as ordinary memory is read by the tensor cores' own path.
             nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
@@ -98,7 +104,7 @@ class Landing:
         """`value` as `[]` int32, of which the compiler knows nothing. Addresses of a product's operands that it knows not to change in a
         loop are computed before it, a hundred of them, and kept: registers spill."""
 
-        @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, _SCALAR))
+        @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR))
         def index(ctx):
             kind = ir.IntegerType.get_signless(32)
             number = llvm.inline_asm(kind, [], f"mov.u32 $0, {value};", "=r", has_side_effects=True)
@@ -135,18 +141,18 @@ class AsyncRows(Landing):
         def send(ctx, pool, tile, landed, held):
             kind = ir.IntegerType.get_signless(64)
             part, row = _part_and_row()
-            source = arith.addi(_address(pool), arith.extui(kind, arith.muli(part, _i32(16))))
+            source = arith.addi(address_of(pool), arith.extui(kind, arith.muli(part, constant32(16))))
             place = arith.addi(_row_place(tile, row, blocks), _swizzled(part, row))
             for i in range(4):
                 number = arith.extsi(kind, vector.extract(held.registers.item(), [], [i]))
                 first = arith.addi(source, arith.muli(number, arith.constant(kind, 2 * self.width)))
                 # A row begins and ends with a line of 128 bytes: larger prefetches would bring parts of its neighbours.
                 copies = (
-                    f"cp.async.cg.shared.global.L2::128B [$0 + {block * _BOX}], [$1 + {block * 128}], 16;"
+                    f"cp.async.cg.shared.global.L2::128B [$0 + {block * BOX}], [$1 + {block * 128}], 16;"
                     for block in range(blocks)
                 )
-                _asm("\n".join(copies), "r,l", arith.addi(place, _i32(i * 2 * blocks * _BOX)), first)
-            _asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "r", _shared(_barrier(landed, slot)))
+                ptx("\n".join(copies), "r,l", arith.addi(place, constant32(i * 2 * blocks * BOX)), first)
+            ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", "r", shared_address(_barrier(landed, slot)))
 
         send(pool, tile, landed, held)
 
@@ -234,8 +240,8 @@ def _numbers(source: Source, place: jax.Array) -> jax.Array:
     """The rows of each thread in the tile that begins `place` after the source's: those at `thread / 8 + 16 i`."""
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((4 * _THREADS,), jnp.int32, _HELD),
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((4 * THREADS,), jnp.int32, _HELD),
     )
     def _numbers(ctx, rows, place, count, base):
         place, count, base = (x.registers.item() for x in (place, count, base))
@@ -243,7 +249,7 @@ def _numbers(source: Source, place: jax.Array) -> jax.Array:
         spare = memref.load(rows, [arith.constant(ir.IndexType.get(), 0)])
         held = []
         for i in range(4):
-            at = arith.addi(place, arith.addi(row, _i32(16 * i)))
+            at = arith.addi(place, arith.addi(row, constant32(16 * i)))
             listed = arith.cmpi(arith.CmpIPredicate.slt, at, count)
             number = memref.load(rows, [arith.index_cast(ir.IndexType.get(), at)])
             held.append(arith.addi(arith.select(listed, number, spare), base))
@@ -258,7 +264,7 @@ def _prefetch(pool, held):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _HELD))
     def prefetch(ctx, pool, held):
         for i in range(4):
-            _asm("prefetch.global.L2 [$0];", "l", *_in_record(pool, held, i, _APART))
+            ptx("prefetch.global.L2 [$0];", "l", *_in_record(pool, held, i, _APART))
 
     prefetch(pool, held)
 
@@ -267,7 +273,7 @@ def _read(pool, held, i):
     """Words of the thread's `i`-th row."""
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _HELD), return_type=plgpu.ShapeDtypeStruct((_WORDS * _THREADS,), jnp.int32, _ROW)
+        arg_types=(plgpu.RefType(), _HELD), return_type=plgpu.ShapeDtypeStruct((_WORDS * THREADS,), jnp.int32, _ROW)
     )
     def read(ctx, pool, held):
         kind = ir.IntegerType.get_signless(32)
@@ -293,13 +299,14 @@ def _store(tile, words, i):
         place = _row_place(tile, row, _BLOCKS)
         latent = arith.addi(place, _swizzled(part, row))
         # Four words of key are half of 16 bytes twice: of its first half and, four parts on, of its second.
-        half = arith.muli(arith.remui(part, _i32(2)), _i32(8))
-        quarter = arith.divui(part, _i32(2))
+        half = arith.muli(arith.remui(part, constant32(2)), constant32(8))
+        quarter = arith.divui(part, constant32(2))
         low, high = (
-            arith.addi(arith.addi(place, _swizzled(x, row)), half) for x in (quarter, arith.addi(quarter, _i32(4)))
+            arith.addi(arith.addi(place, _swizzled(x, row)), half)
+            for x in (quarter, arith.addi(quarter, constant32(4)))
         )
         args = *(vector.extract(x, [], [n]) for x in words.registers.flat for n in range(4)), latent, low, high
-        _asm(_unpack(i * 2 * _BLOCKS * _BOX), ",".join("r" * len(args)), *args)
+        ptx(_unpack(i * 2 * _BLOCKS * BOX), ",".join("r" * len(args)), *args)
 
     store(tile, words)
 
@@ -323,14 +330,14 @@ def _unpack(offset: int) -> str:
                 code.append("shr.b32 low, both, 4; and.b32 low, low, 0x07f007f0;")
                 code.append("lop3.b32 both, both, 0x80008000, low, 0xEA;")  # (both & 0x80008000) | low
                 code.append(f"mul.rn.bf16x2 out{two}, both, scale{quarter};")
-            place = offset + (2 * quarter + eight) * _BOX
+            place = offset + (2 * quarter + eight) * BOX
             code.append(f"st.shared.v4.b32 [$24 + {place}], {{out0, out1, out2, out3}};")
     for out, (first, second, select) in enumerate(
         ((20, 21, "0x5410"), (22, 23, "0x5410"), (20, 21, "0x7632"), (22, 23, "0x7632"))
     ):
         code.append(f"prmt.b32 out{out}, ${first}, ${second}, {select};")
     for register, outs in ((25, "out0, out1"), (26, "out2, out3")):
-        code.append(f"st.shared.v2.b32 [${register} + {offset + 8 * _BOX}], {{{outs}}};")
+        code.append(f"st.shared.v2.b32 [${register} + {offset + 8 * BOX}], {{{outs}}};")
     return "\n".join(code) + "}"
 
 
@@ -340,7 +347,7 @@ def _publish(landed, slot):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def publish(ctx, landed):
         nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
-        _asm("mbarrier.arrive.shared.b64 _, [$0];", "r", _shared(_barrier(landed, slot)))
+        ptx("mbarrier.arrive.shared.b64 _, [$0];", "r", shared_address(_barrier(landed, slot)))
 
     publish(landed)
 
@@ -350,45 +357,33 @@ def _publish(landed, slot):
 
 def _part_and_row():
     """Which 16 bytes of 128 a thread of the producer copies, and of which of 16 rows."""
-    thread = arith.remui(utils.thread_idx(), _i32(_THREADS))
-    return arith.remui(thread, _i32(8)), arith.divui(thread, _i32(8))
+    thread = thread_number()
+    return arith.remui(thread, constant32(8)), arith.divui(thread, constant32(8))
 
 
 def _in_record(pool, held, i: int, *sizes: int):
     """Addresses in the thread's `i`-th row: for each size, those of its eight threads are so far apart."""
     wide = ir.IntegerType.get_signless(64)
     number = arith.extsi(wide, vector.extract(held.registers.item(), [], [i]))
-    row = arith.addi(_address(pool), arith.muli(number, arith.constant(wide, _RECORD)))
+    row = arith.addi(address_of(pool), arith.muli(number, arith.constant(wide, _RECORD)))
     part, _ = _part_and_row()
-    return [arith.addi(row, arith.extui(wide, arith.muli(part, _i32(size)))) for size in sizes]
+    return [arith.addi(row, arith.extui(wide, arith.muli(part, constant32(size)))) for size in sizes]
 
 
 def _row_place(tile, row, blocks: int):
     """Address in shared memory of `row` in its box of the first of `blocks` columns of boxes."""
-    box, within = arith.divui(row, _i32(8)), arith.remui(row, _i32(8))
-    place = arith.addi(arith.muli(box, _i32(blocks * _BOX)), arith.muli(within, _i32(128)))
-    return arith.addi(_shared(utils.memref_ptr(tile)), place)
+    box, within = arith.divui(row, constant32(8)), arith.remui(row, constant32(8))
+    place = arith.addi(arith.muli(box, constant32(blocks * BOX)), arith.muli(within, constant32(128)))
+    return arith.addi(shared_address(utils.memref_ptr(tile)), place)
 
 
 def _swizzled(part, row):
     """Where the `part`-th 16 bytes of a row lie in its box."""
-    return arith.muli(arith.xori(part, arith.remui(row, _i32(8))), _i32(16))
+    return arith.muli(arith.xori(part, arith.remui(row, constant32(8))), constant32(16))
 
 
 def _barrier(landed, slot: int):
     return utils.getelementptr(utils.memref_ptr(landed), [slot], ir.IntegerType.get_signless(64))
-
-
-def _address(ref):
-    return llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(ref))
-
-
-def _shared(pointer):
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), pointer)
-
-
-def _i32(value: int):
-    return arith.constant(ir.IntegerType.get_signless(32), value)
 
 
 def _vector_of(values):
@@ -404,8 +399,3 @@ def _registers_in(held, layout):
     return mgpu.FragmentedArray(
         _registers=np.array(held, dtype=object), _layout=layout.to_mgpu(), _is_signed=True
     )  # fmt: skip
-
-
-def _asm(code: str, constraints: str, *args) -> None:
-    """PTX without a result."""
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), list(args), code, constraints, has_side_effects=True)

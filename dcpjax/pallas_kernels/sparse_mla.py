@@ -60,7 +60,8 @@ def sparse_mla(
     exactly 0 and −inf. Entries of `rows` past the count may hold anything; what lies in the pool there is not read.
 
     backend: "xla", "triton" (GPUs), "mosaic" (Hopper GPUs), or "interpret": the Triton kernel on any platform, slowly.
-    config: of the kernel, by default the one measured best for the shape. invariant: the kernel's bits for a token do not depend on the others.
+    config: of the kernel, by default the one measured best for the shape. invariant: the kernel's bits for a token do not
+    depend on the others.
     Raises `NotImplementedError` where the backend has not the shape or the dtype.
     """
     packed = pool.dtype == jnp.uint32

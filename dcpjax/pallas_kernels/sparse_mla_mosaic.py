@@ -17,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dcpjax.pallas_kernels.lse_merge_triton import MergeConfig, merge_splits
 from dcpjax.pallas_kernels.mosaic_config import HEADS, PAIR, MosaicMLAConfig, has_shape
-from dcpjax.pallas_kernels.mosaic_rows import TILE, TRANSFORMS, AsyncRows, PlainRows, RecordRows, Source
+from dcpjax.pallas_kernels.mosaic_ptx import TRANSFORMS
+from dcpjax.pallas_kernels.mosaic_rows import TILE, AsyncRows, PlainRows, RecordRows, Source
 from dcpjax.pallas_kernels.records import packed_words, unpack_rows
 
 _LOG2_E = 1.0 / math.log(2.0)
