@@ -136,7 +136,7 @@ def with_boxes(
     def body():
         return jax.tree.map(lambda x: x[None], collectives.open_boxes(tokens, heads // plan.tp, value_width, dtype))
 
-    return batch.replace(boxes=plan.per_device(body, (), plan.spec("ranks"))())
+    return batch.replace(boxes=plan.per_device(body, (), plan.spec("devices"))())
 
 
 def attend(
@@ -174,7 +174,8 @@ def attend(
 
     heads, whole = plan.spec(None, "heads", None), plan.spec()
     ranks = plan.spec("ranks" if layout.shards > 1 else None)
-    return plan.per_device(body, (heads, pool_spec(layout, plan), ranks, ranks, whole, whole, ranks), heads)(
+    own = plan.spec("devices")
+    return plan.per_device(body, (heads, pool_spec(layout, plan), ranks, ranks, whole, whole, own), heads)(
         q, pool.data, selection.rows, selection.count, selection.slots, batch, through
     )
 

@@ -18,7 +18,8 @@ class ForwardBatch:
     write_slots: `[T]` int32 slot of the pool its rows are written to; `layout.nowhere` where they are not.
     row_of: `[T]` int32 row of `pages`.
     pages: `[B, P]` int32 block tables, page ids; 0 is the dummy page.
-    boxes: what attention sends parts through, if it does: every array with a first axis of ranks; see `attention.with_boxes`.
+    boxes: what attention sends parts through, if it does: every array with a first axis of devices, and each device's own
+        there; see `attention.with_boxes`.
     """
 
     tokens: jax.Array

@@ -19,7 +19,10 @@ ALL = ("tp", "dcp")
 
 # Logical axis → mesh axes. Everything that has no entry is replicated: index heads, the low-rank projections and the
 # router among them (expert groups must not move when the mesh changes).
-_RULES = {"heads": ALL, "group_heads": ("tp",), "vocab": ALL, "width": ALL, "page_rows": ("dcp",), "ranks": ("dcp",)}
+_RULES = {
+    "heads": ALL, "group_heads": ("tp",), "vocab": ALL, "width": ALL, "page_rows": ("dcp",), "ranks": ("dcp",),
+    "devices": ALL,
+}  # fmt: skip
 # Routed experts lie whole on a device each (expert parallel), or every device holds its part of each of them.
 _EXPERT_RULES = {True: {"experts": ALL, "expert_width": None}, False: {"experts": None, "expert_width": ALL}}
 

@@ -20,7 +20,7 @@ READ_CEILING = 4.24e12
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A figure to take: `call(number, *inputs())`, number being that of the call in a chain of `calls`.
+    """A figure to take: `call(number, *begin(*inputs()))`, number being that of the call in a chain of `calls`.
 
     shape: what tells this case from others of its kernel and arm. nbytes: what a call must read and write, once.
     Inputs should be larger than the device's cache, or the cache is what is measured.
@@ -36,21 +36,24 @@ class Case:
     calls: int = 78
     # Placed on several devices, inputs must be made to be compiled for.
     placed: bool = False
+    # Once a chain and inside of it, as a step does what all its layers share.
+    begin: Callable[..., tuple[Any, ...]] = lambda *inputs: inputs
 
     def compile(self) -> Callable[..., Any]:
         """The program of the whole chain."""
         args = self.inputs() if self.placed else jax.eval_shape(self.inputs)
+        return jax.jit(self.chain).lower(*args).compile()
+
+    def chain(self, *inputs: Any) -> list[Any]:
+        """What all calls return; each waits for the one before."""
         one = jax.jit(self.call)  # traced once for all calls
-
-        def chain(first, *rest):
-            outs = []
-            for number in range(self.calls):
-                # Each call waits for the one before, and none is left out for being the same, or for not being used.
-                first, out = jax.lax.optimization_barrier((first, one(jnp.int32(number), first, *rest)))
-                outs.append(out)
-            return outs
-
-        return jax.jit(chain).lower(*args).compile()
+        first, *rest = self.begin(*inputs)
+        outs = []
+        for number in range(self.calls):
+            # None is left out for being the same, or for not being used.
+            first, out = jax.lax.optimization_barrier((first, one(jnp.int32(number), first, *rest)))
+            outs.append(out)
+        return outs
 
     def row(self, us: float) -> dict[str, Any]:
         """One line of a table: time of a call, bandwidth, its share of the read ceiling, and what was predicted."""

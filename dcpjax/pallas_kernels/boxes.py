@@ -23,11 +23,13 @@ for itself. Why that is enough:
   rank may be in the next program while another has not left this one.
 
 Merges of a program must depend on each other, as layers do: nothing else keeps two of them from running at a time. A rank
-that is late is waited for, and devices that get two programs in different orders wait for ever, as with collectives.
+that is late is waited for, but not for ever: a wait looks at its flag `BoxConfig.looks` times, about ten minutes, and then
+traps. So a rank that never comes, or devices that get two programs in different orders, end in a failed launch, which the
+engine reports. Looks are counted in a register, and only those in vain.
 
 XLA knows boxes as inputs that nobody changes. A copy of one would be memory that the others do not write to, so each merge
-compares addresses of parts, LSE and flags, and traps if they differ: the GPU reports a failed launch. `turns` is not looked
-at so: it is passed wherever the others are.
+compares addresses of parts, LSE and flags, and traps if they differ: the GPU reports a failed launch. Blocks count their
+merges in a row of the flags, so that this count is compared as well: a merge that read 0 in a copy would not wait.
 """
 
 import dataclasses
@@ -41,10 +43,12 @@ from jax.experimental import pallas as pl
 
 @dataclasses.dataclass(frozen=True)
 class BoxConfig:
-    """rows: of a tile, which is moved and merged at once. blocks: of a grid at most; all of them must run at a time."""
+    """rows: of a tile, which is moved and merged at once. blocks: of a grid at most; all of them must run at a time. looks:
+    of a wait at its flag before it traps, 0.5 to 0.7 µs each; 1 to 2**31 − 1."""
 
     rows: int = 4
     blocks: int = 264
+    looks: int = 2**30
 
     def cut(self, tokens: int, heads: int, ranks: int) -> "Cut":
         """The merge of so many tokens and heads, which the ranks share evenly. Raises `NotImplementedError`."""
@@ -80,14 +84,14 @@ class Boxes:
     """One rank's, and where all of them lie.
 
     parts: `[2, ranks, blocks, rows, L]` in the parts' dtype, by half, by the rank that writes there, by its block.
-    lse: `[2, ranks, blocks, rows]` float32. flags: `[ranks, blocks]` int32. turns: `[blocks]` int32, merges so far.
-    rank: `[1]` int32. addresses: `[ranks, 3, 2]` int32, of `parts`, `lse` and `flags` of every rank.
+    lse: `[2, ranks, blocks, rows]` float32. flags: `[ranks + 1, blocks]` int32, by the rank that writes there; the last row
+    is what this rank's own blocks count, merges so far. rank: `[1]` int32.
+    addresses: `[ranks, 3, 2]` int32, of `parts`, `lse` and `flags` of every rank.
     """
 
     parts: jax.Array
     lse: jax.Array
     flags: jax.Array
-    turns: jax.Array
     rank: jax.Array
     addresses: jax.Array
 

@@ -39,25 +39,23 @@ def open_boxes(
     kept = cut.step * cut.trips
     shape = jax.ShapeDtypeStruct
 
-    def body(parts, lse, flags, turns, addresses):
-        @plgpu.inline_mgpu(arg_types=(_REF,) * 5)
-        def make(ctx, parts, lse, flags, turns, addresses):
-            for ref, words in ((flags, ranks * config.blocks), (turns, config.blocks)):
-                _clear(address_of(ref), words)
+    def body(parts, lse, flags, addresses):
+        @plgpu.inline_mgpu(arg_types=(_REF,) * 4)
+        def make(ctx, parts, lse, flags, addresses):
+            _clear(address_of(flags), (ranks + 1) * config.blocks)
             for place, ref in enumerate((parts, lse, flags)):
                 first = arith.cmpi(arith.CmpIPredicate.eq, thread_number(), constant32(0))
                 to = arith.addi(address_of(addresses), constant64(8 * place))
                 utils.inline_ptx("st.global.b64 [$0], $1;", to, address_of(ref), predicate=first, has_side_effects=True)
 
-        make(parts, lse, flags, turns, addresses)
+        make(parts, lse, flags, addresses)
 
-    parts, lse, flags, turns, addresses = plgpu.kernel(
+    parts, lse, flags, addresses = plgpu.kernel(
         body,
         out_type=(
             shape((2 * ranks * config.blocks * kept, width), dtype),
             shape((2 * ranks * config.blocks * kept,), jnp.float32),
-            shape((ranks * config.blocks,), jnp.int32),
-            shape((config.blocks,), jnp.int32),
+            shape(((ranks + 1) * config.blocks,), jnp.int32),
             shape((6,), jnp.int32),
         ),
         grid=(1,),
@@ -67,7 +65,7 @@ def open_boxes(
     )()
     where = 2, ranks, config.blocks, kept
     return Boxes(
-        parts.reshape(*where, width), lse.reshape(where), flags.reshape(ranks, config.blocks), turns,
+        parts.reshape(*where, width), lse.reshape(where), flags.reshape(ranks + 1, config.blocks),
         jnp.asarray(rank, jnp.int32).reshape(1), addresses.reshape(1, 3, 2),
     )  # fmt: skip
 
@@ -90,9 +88,9 @@ def merge_boxed(
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
     part_bytes = step * width * out.dtype.itemsize
 
-    def body(out_ref, lse_ref, box_ref, box_lse_ref, flags_ref, turns_ref, rank_ref, where_ref, merged_ref):
+    def body(out_ref, lse_ref, box_ref, box_lse_ref, flags_ref, rank_ref, where_ref, merged_ref):
         me, block = rank_ref[0], lax.axis_index("block")
-        turn = turns_ref[block]
+        turn = flags_ref[ranks * most + block]
 
         def tiles(todo):
             """Calls todo(first row, first place in a block's part of a box) for every tile of the block."""
@@ -126,9 +124,10 @@ def merge_boxed(
         @plgpu.inline_mgpu(arg_types=(_REF, SCALAR))
         def wait(ctx, flag, turn):
             code = (
-                "{ .reg .b32 seen; .reg .pred other; setp.ne.u32 other, $2, 0; @other bra done; again: "
-                "ld.acquire.sys.global.b32 seen, [$0]; sub.s32 seen, seen, $1; setp.lt.s32 other, seen, 0; "
-                "@other bra again; done: }"
+                "{ .reg .b32 seen, left; .reg .pred other; setp.ne.u32 other, $2, 0; @other bra done; "
+                f"mov.b32 left, {config.looks}; again: "
+                "ld.acquire.sys.global.b32 seen, [$0]; sub.s32 seen, seen, $1; setp.ge.s32 other, seen, 0; "
+                "@other bra done; sub.u32 left, left, 1; setp.ne.u32 other, left, 0; @other bra again; trap; done: }"
             )
             ptx(code, "l,r,r", address_of(flag), turn.registers.item(), thread_number())
             utils.warpgroup_barrier()
@@ -167,7 +166,7 @@ def merge_boxed(
         for ahead in range(1, ranks):
             wait(flags_ref.at[pl.ds(lax.rem(me + ahead, ranks) * most + block, 1)], turn + 1)
         # All threads have read it.
-        count(turns_ref.at[pl.ds(block, 1)], turn + 1)
+        count(flags_ref.at[pl.ds(ranks * most + block, 1)], turn + 1)
 
         def merge_tile(row, at):
             parts = []
@@ -192,7 +191,7 @@ def merge_boxed(
         kernel_name="merge_boxed",
     )(
         out.reshape(-1, width), lse.astype(jnp.float32).reshape(-1), boxes.parts.reshape(-1, width),
-        boxes.lse.reshape(-1), boxes.flags.reshape(-1), boxes.turns, boxes.rank, boxes.addresses.reshape(-1),
+        boxes.lse.reshape(-1), boxes.flags.reshape(-1), boxes.rank, boxes.addresses.reshape(-1),
     )  # fmt: skip
     return merged.reshape(tokens, cut.mine, width)
 

@@ -1,12 +1,23 @@
 """Chained calls are all made: a compiler that left some out would make every kernel look fast."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcpjax.bench import chain, kernels_experts, kernels_index, kernels_mla, kernels_projection, kernels_topk
+from dcpjax.bench import (
+    chain,
+    kernels_experts,
+    kernels_index,
+    kernels_merge,
+    kernels_mla,
+    kernels_projection,
+    kernels_topk,
+)
 from dcpjax.bench.chain import READ_CEILING, Case
+from dcpjax.mesh import abstract_plan
 
 
 class Counted:
@@ -34,6 +45,26 @@ def test_every_call_of_a_chain_is_made():
     assert row["us"] > 0
     assert counted.calls == 5 * 6  # one run is not counted
     assert counted.numbers == set(range(5))
+
+
+def test_what_calls_share_is_made_once_a_chain():
+    shared = Counted()
+    made = dataclasses.replace(case(lambda _, x, y: x + y), begin=lambda x, _: (x, shared(0, x)))
+    list(chain.measure([made]))
+    assert shared.calls == 6
+
+
+def test_boxes_are_opened_in_the_program_that_is_measured(monkeypatch):
+    monkeypatch.setattr(kernels_merge, "make_plan", abstract_plan)
+    (boxed,) = kernels_merge.cases((16,), ("mosaic",))
+    out = jax.ShapeDtypeStruct((2, 16, 64, 512), jnp.bfloat16)
+    lse = jax.ShapeDtypeStruct((2, 16, 64), jnp.float32)
+    with jax.sharding.use_abstract_mesh(abstract_plan(2, 2).mesh):
+        text = jax.jit(boxed.chain).trace(out, lse).lower(lowering_platforms=("cuda",)).as_text()
+    # The calls are one function.
+    assert text.count("mosaic_gpu_v2") == 2
+    assert text.count('"stablehlo.all_gather"') == 1
+    assert text.count("call @merge") == boxed.calls
 
 
 def test_every_layer_of_sparse_mla_is_computed(monkeypatch):
@@ -73,10 +104,11 @@ def test_the_other_parts_run():
     found = [
         *kernels_index.cases(((1, 128),), (1,), ("xla",)),
         *kernels_topk.cases(((1, 4096),), ((1, 2),), ("xla",)),
+        *kernels_merge.cases((1,), ("xla",)),
         *kernels_projection.cases((2,), ("xla", "bf16"), {"small": (32, 64)}, stack_bytes=4096),
     ]
     rows = list(chain.measure(found))
-    assert [row["kernel"] for row in rows] == ["indexer", "topk", "topk merge", "projection", "projection"]
+    assert [row["kernel"] for row in rows] == ["indexer", "topk", "topk merge", "lse merge", "projection", "projection"]
     # Values, one scale, and the tokens in and out.
     assert found[-2].nbytes == 32 * 64 + 4 + 2 * 96 * 2 and found[-1].nbytes == 2 * 32 * 64 + 2 * 96 * 2
     shapes = jax.eval_shape(kernels_experts.cases((4,), ("xla",))[0].inputs)

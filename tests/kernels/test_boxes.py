@@ -33,12 +33,11 @@ class Ranks:
         self.ranks, self.config, self.halves = ranks, config, halves
         largest = config.cut(max(PROGRAM), HEADS, ranks)
         shape = (2, ranks, config.blocks, largest.step * largest.trips)
-        self.boxes = jax.eval_shape(lambda: Boxes(jnp.zeros((*shape, 128)), *[jnp.zeros(shape)] * 5))
+        self.boxes = jax.eval_shape(lambda: Boxes(jnp.zeros((*shape, 128)), *[jnp.zeros(shape)] * 4))
         axes = jnp.ix_(*(jnp.arange(n) for n in shape))
         self.place = np.asarray(jax.jit(self.boxes.place)(*axes))
         self.cells = [{} for _ in range(ranks)]
-        self.flags = np.zeros((ranks, ranks, config.blocks), int)
-        self.turns = np.zeros((ranks, config.blocks), int)
+        self.flags = np.zeros((ranks, ranks + 1, config.blocks), int)
         self.done = [0] * ranks
         self.running = [[] for _ in range(ranks)]
 
@@ -46,7 +45,7 @@ class Ranks:
         """What a block of rank `me` does in merge `number`, a step at a time; True while it waits."""
         cut = self.config.cut(PROGRAM[number], HEADS, self.ranks)
         source = sources(self.config, PROGRAM[number], self.ranks)
-        turn = self.turns[me, block]
+        turn = self.flags[me, self.ranks, block]
         half = turn % self.halves
         tiles = [(block + n * cut.blocks, n) for n in range(cut.trips)]
         rows = [(tile * cut.step + i, n * cut.step + i) for tile, n in tiles for i in range(cut.step)]
@@ -61,7 +60,7 @@ class Ranks:
         for peer in others:
             while self.flags[me, peer, block] < turn + 1:
                 yield True
-        self.turns[me, block] += 1
+        self.flags[me, self.ranks, block] += 1
         for row, at in rows:
             for peer in others:
                 found = self.cells[me][self.place[half, peer, block, at]]

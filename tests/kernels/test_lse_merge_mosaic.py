@@ -1,6 +1,11 @@
 """Merging through boxes: lowered for H200s that are not there, and on two that are. Its handshake is in test_boxes.py."""
 
 import functools
+import os
+import pathlib
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +15,15 @@ import pytest
 from dcpjax import collectives
 from dcpjax.collectives import merge_ranks
 from dcpjax.mesh import abstract_plan, make_plan
+from dcpjax.pallas_kernels.boxes import BoxConfig
 from tests.kernels.test_lse_merge import parts
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 def merges(plan, heads, tokens, width, dtype, backend, count=3, looped=False):
     """A program of `count` merges of `tokens` tokens each, of inputs `[ranks, T, …]` that differ; `looped`: in a while loop."""
-    ranks = plan.spec("ranks")
+    ranks, own = plan.spec("ranks"), plan.spec("devices")
     deal = plan.spec(None, "heads", None)
 
     def opened():
@@ -25,8 +33,8 @@ def merges(plan, heads, tokens, width, dtype, backend, count=3, looped=False):
         return merge_ranks(out[0], lse[0], "a2a", "xla", jax.tree.map(lambda x: x[0], boxes))
 
     def run(*inputs):
-        boxes = plan.per_device(opened, (), ranks)() if backend == "mosaic" else None
-        call = plan.per_device(one, (ranks, ranks, ranks), deal)
+        boxes = plan.per_device(opened, (), own)() if backend == "mosaic" else None
+        call = plan.per_device(one, (ranks, ranks, own), deal)
         found, before = [], jnp.zeros(())
 
         def merge(before, number, out, lse):
@@ -64,6 +72,7 @@ def test_lowers_for_h200s(ranks, tokens, heads, width, dtype, looped):
     with jax.sharding.use_abstract_mesh(plan.mesh):
         text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 1 + len(tokens)
+    assert text.count(f"mov.b32 left, {2**30}; again:") == len(tokens)  # no wait is without a bound
     assert text.count('"stablehlo.all_gather"') == 1
     assert "all_to_all" not in text
     assert "uses_xla_collective_metadata = true" not in text
@@ -109,3 +118,63 @@ def test_equals_the_all_to_all_on_gpus(ranks, tokens, heads, width, dtype, loope
 def bits(x: jax.Array) -> jax.Array:
     """Of float32 values, so that NaN equals itself and −0 is not 0."""
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def faulty(kind: str, plan):
+    """A program of one merge of 16 tokens that waits for half a second at most. kind: "none", "absent", rank 1 writes to
+    itself what rank 0 should get, or "copied", flags are elsewhere than they were when others heard of them."""
+    from dcpjax.pallas_kernels.lse_merge_mosaic import merge_boxed
+
+    def body(lse):
+        boxes = collectives.open_boxes(16, 64, 512, jnp.bfloat16)
+        if kind == "absent":
+            own = boxes.addresses[boxes.rank]
+            boxes = boxes.replace(addresses=jnp.where(boxes.rank == 1, own, boxes.addresses))
+        if kind == "copied":
+            boxes = boxes.replace(flags=jnp.zeros_like(boxes.flags))
+        out = jnp.ones((16, 64, 512), jnp.bfloat16)
+        return merge_boxed(out, lse, boxes, config=BoxConfig(looks=10**6))
+
+    return plan.per_device(body, plan.spec(), plan.spec(None, "heads", None))
+
+
+def show_fault(kind: str) -> None:
+    """Prints how that program ends, and ends the process: its GPUs are of no more use to it."""
+    if jax.device_count() < 2:
+        print("needs more GPUs", flush=True)
+        os._exit(0)
+    lse = jnp.zeros((16, 64))
+    run = jax.jit(faulty(kind, make_plan(2, 2))).lower(lse).compile()
+    begin = time.perf_counter()
+    try:
+        print("merged", float(jnp.sum(run(lse))))
+    except jax.errors.JaxRuntimeError as error:
+        print("failed:", str(error)[:500])
+    print(f"after {time.perf_counter() - begin:.1f} s", flush=True)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("kind", ["none", "absent", "copied"])
+def test_faults_lower_for_h200s(kind):
+    plan = abstract_plan(2, 2)
+    with jax.sharding.use_abstract_mesh(plan.mesh):
+        traced = jax.jit(faulty(kind, plan)).trace(jax.ShapeDtypeStruct((16, 64), jnp.float32))
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["none", "absent", "copied"])
+def test_faults_end_in_a_failed_launch_on_gpus(kind):
+    """Each in a process of its own, which must not end in any other way, nor take longer than a start and a second."""
+    command = f"from tests.kernels.test_lse_merge_mosaic import show_fault; show_fault({kind!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    )  # fmt: skip
+    print(done.stdout)
+    if "needs more GPUs" in done.stdout:
+        pytest.skip("needs more GPUs")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("merged 524288.0" if kind == "none" else "failed:")
+    assert kind == "none" or "CUDA_ERROR" in done.stdout
+    assert float(done.stdout.split()[-2]) < 10
