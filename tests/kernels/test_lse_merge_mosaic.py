@@ -147,7 +147,8 @@ def show_fault(kind: str) -> None:
     run = jax.jit(faulty(kind, make_plan(2, 2))).lower(lse).compile()
     begin = time.perf_counter()
     try:
-        print("merged", float(jnp.sum(run(lse))))
+        merged = jax.block_until_ready(run(lse))
+        print("merged", float(jnp.sum(merged)))
     except jax.errors.JaxRuntimeError as error:
         print("failed:", str(error)[:500])
     print(f"after {time.perf_counter() - begin:.1f} s", flush=True)
