@@ -45,8 +45,8 @@ class MosaicMLAConfig:
     ) -> "MosaicMLAConfig":
         """What was fastest on an H200: about as many blocks as it has multiprocessors, each with a pair of tiles at least of a
         list of `width` rows, plain or packed. `invariant`: with the same bits for every number of tokens."""
-        # Blocks of one token read the same rows, which then come from the cache.
-        early = heads > HEADS
+        # Blocks of one token read the same rows, which then come from the cache. Records are waited for all the same.
+        early = heads > HEADS and not packed
         blocks = tokens * pl.cdiv(heads, HEADS)
         if invariant:
             in_turn, columns = _dealt(blocks, pl.cdiv(width, _INVARIANT_ROWS))
@@ -82,7 +82,9 @@ def is_ahead(tokens: int, heads: int, width: int, packed: bool = False, invarian
         return heads == 64
     if width < 512 or tokens > _MOST_TOKENS:
         return False
-    return tokens >= (4 if width >= 2048 else 16) and (heads == 64 if packed else heads in (32, 64, 128))
+    if packed and heads == 16:
+        return tokens >= (16 if width >= 2048 else 64)
+    return tokens >= (4 if width >= 2048 else 16) and heads in (32, 64, 128)
 
 
 @dataclasses.dataclass(frozen=True)

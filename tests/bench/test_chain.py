@@ -92,7 +92,7 @@ def test_sparse_mla_has_the_arms_that_the_engine_would_take():
         assert ("mosaic", 16, 64, 2048, records, False) in arms and ("triton", 16, 64, 2048, records, False) in arms
         for tokens in (1, 4, 16, 64, 128):
             assert sum((arm, tokens, 64, 2048, records, True) in arms for arm in ("triton", "mosaic")) == 1
-    assert ("mosaic", 64, 32, 512, "bfloat16", False) in arms and ("mosaic", 64, 32, 512, "fp8", False) not in arms
+    assert ("mosaic", 64, 16, 512, "fp8", False) in arms and ("mosaic", 64, 16, 512, "bfloat16", False) not in arms
     assert not any(x.shape["invariant"] for x in kernels_mla.cases(arms=("triton", "xla")))
     (fixed,) = (x for x in found if list(x.shape.values()) == [16, 64, 2048, "bfloat16", True])
     # Rows at the ceiling, and a launch for splits and one for merging them.

@@ -120,7 +120,8 @@ SERVED = {"shape": (128, 64, 576), "value_width": 512, "dtype": jnp.bfloat16, "o
         {"shape": (1 << 16, 64, 576)},
         {"shape": (128, 96, 576)},
         {"shape": (128, 64, 192), "value_width": 128},
-        {"shape": (128, 128, 576), "dtype": jnp.uint32},
+        {"shape": (63, 16, 576), "dtype": jnp.uint32, "width": 1024},
+        {"shape": (15, 16, 576), "dtype": jnp.uint32},
         {"dtype": jnp.float32},
         {"out_dtype": jnp.float32},
         {"width": 256},
@@ -134,6 +135,13 @@ def test_triton_serves_what_is_not_here_or_not_ahead(more):
     assert isinstance(config, SparseMLAConfig)
     for asked in ("xla", "triton", "interpret"):
         assert fitting(asked, **SERVED | more)[0] == asked
+
+
+@pytest.mark.parametrize("tokens, heads, width", [(4, 128, 2048), (16, 32, 512), (16, 16, 2048), (64, 16, 512)])
+def test_records_of_other_heads_are_served_from_where_they_were_ahead(tokens, heads, width):
+    backend, config = fitting("mosaic", **SERVED | {"shape": (tokens, heads, 576), "dtype": jnp.uint32, "width": width})
+    # Scores of records before the product of the tile ahead were slower, whatever the heads.
+    assert (backend, config.early) == ("mosaic", False)
 
 
 def test_fixed_places_are_the_same_for_every_number_of_tokens():
