@@ -55,8 +55,9 @@ _APART = 92
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where tiles come from: rows of `pool [rows, …]`, bfloat16 or uint32, that are listed in `rows [T, K]` int32 for a token,
-    from a place in the list on. Places from `count` on are read as the list's first. base: added to every row of the list.
+    """Where a pair of tiles comes from: rows of `pool [rows, …]`, bfloat16 or uint32, that are listed in `rows [T, K]` int32 for
+    a token, from a place in the list on. Places from `count` on are read as the list's first. base: added to every row of the
+    list.
     """
 
     pool: jax.Ref
@@ -121,18 +122,20 @@ class AsyncRows(Landing):
     registers: tuple[int, int] = (216, 72)
 
     def bring(
-        self, scratch, source: Source, pairs: jax.Array, tiles: jax.Ref, when_free: Callable[[int, jax.Array], None]
-    ) -> None:
-        """The producer's work: `pairs []` int32 times a tile for each slot of `tiles [2, TILE, width]` bfloat16, sent for
-        once `when_free(slot, turn)` returns."""
+        self, scratch, source: Callable[[jax.Array], Source], pairs: jax.Array, tiles: jax.Ref,
+        when_free: Callable[[int, jax.Array], None],
+    ) -> None:  # fmt: skip
+        """The producer's work: `pairs []` int32 times a tile for each slot of `tiles [2, TILE, width]` bfloat16, those of
+        `source(turn)`, sent for once `when_free(slot, turn)` returns."""
 
         @pl.loop(0, pairs)
         def _(turn):
+            here = source(turn)
             for slot in range(2):
                 # Numbers are read while the slot is still in use.
-                held = _numbers(source, (2 * turn + slot) * TILE)
+                held = _numbers(here, slot)
                 when_free(slot, turn)
-                self._send(source.pool, tiles.at[slot], scratch[0], held, slot)
+                self._send(here.pool, tiles.at[slot], scratch[0], held, slot)
 
     def _send(self, pool, tile, landed, held, slot):
         blocks = self.width // 64
@@ -164,22 +167,25 @@ class RecordRows(Landing):
     registers: tuple[int, int] = (208, 88)
 
     def bring(
-        self, scratch, source: Source, pairs: jax.Array, tiles: jax.Ref, when_free: Callable[[int, jax.Array], None]
-    ) -> None:
+        self, scratch, source: Callable[[jax.Array], Source], pairs: jax.Array, tiles: jax.Ref,
+        when_free: Callable[[int, jax.Array], None],
+    ) -> None:  # fmt: skip
         """As `AsyncRows.bring`, to `tiles [2, TILE, 576]` bfloat16. A thread reads a row while it takes the one before apart, also
         from a tile to the next one, whose rows it has brought to the cache before."""
+
+        pool = source(jnp.int32(0)).pool
 
         def tile(turn, slot, carry):
             held, words = carry
             for i in range(4):
                 if i < 3:
-                    ahead = _read(source.pool, held, i + 1)
+                    ahead = _read(pool, held, i + 1)
                 if i == 2:
-                    # Past the last tile: the last one's once more.
-                    held = _numbers(source, jnp.minimum(2 * turn + slot + 1, 2 * pairs - 1) * TILE)
-                    _prefetch(source.pool, held)
+                    # Past the last tile: the last pair's once more.
+                    held = _numbers(source(jnp.minimum(turn + slot, pairs - 1)), 1 - slot)
+                    _prefetch(pool, held)
                 if i == 3:
-                    ahead = _read(source.pool, held, 0)
+                    ahead = _read(pool, held, 0)
                 if i == 0:
                     when_free(slot, turn)
                 _store(tiles.at[slot], words, i)
@@ -189,11 +195,11 @@ class RecordRows(Landing):
 
         @pl.when(pairs > 0)
         def _():
-            held = _numbers(source, jnp.int32(0))
+            held = _numbers(source(jnp.int32(0)), 0)
             lax.fori_loop(
                 0, pairs,
                 lambda turn, carry: tile(turn, 1, tile(turn, 0, carry)),
-                (held, _read(source.pool, held, 0)),
+                (held, _read(pool, held, 0)),
             )  # fmt: skip
 
 
@@ -219,25 +225,27 @@ class PlainRows:
         return value
 
     def bring(
-        self, scratch, source: Source, pairs: jax.Array, tiles: jax.Ref, when_free: Callable[[int, jax.Array], None]
-    ) -> None:
+        self, scratch, source: Callable[[jax.Array], Source], pairs: jax.Array, tiles: jax.Ref,
+        when_free: Callable[[int, jax.Array], None],
+    ) -> None:  # fmt: skip
         """As `AsyncRows.bring`, `pairs []` int32, `tiles [2, TILE, width]` in any dtype."""
 
         @pl.loop(0, pairs)
         def _(turn):
+            here = source(turn)
             for slot in range(2):
                 when_free(slot, turn)
 
                 @pl.loop(0, TILE)
                 def _(i, slot=slot):
-                    place = source.place + (2 * turn + slot) * TILE + i
-                    spare = source.rows[source.token, 0]
-                    row = jnp.where(place < source.count, source.rows[source.token, place], spare)
-                    plgpu.copy_gmem_to_smem(source.pool.at[source.base + row], tiles.at[slot, i], scratch[0].at[slot])
+                    place = here.place + slot * TILE + i
+                    spare = here.rows[here.token, 0]
+                    row = jnp.where(place < here.count, here.rows[here.token, place], spare)
+                    plgpu.copy_gmem_to_smem(here.pool.at[here.base + row], tiles.at[slot, i], scratch[0].at[slot])
 
 
-def _numbers(source: Source, place: jax.Array) -> jax.Array:
-    """The rows of each thread in the tile that begins `place` after the source's: those at `thread / 8 + 16 i`."""
+def _numbers(source: Source, slot: int) -> jax.Array:
+    """The rows of each thread in the tile of a slot: those at `thread / 8 + 16 i`."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR),
@@ -255,7 +263,7 @@ def _numbers(source: Source, place: jax.Array) -> jax.Array:
             held.append(arith.addi(arith.select(listed, number, spare), base))
         return _registers_in([_vector_of(held)], _HELD)
 
-    return _numbers(source.rows.at[source.token], source.place + place, source.count, source.base)
+    return _numbers(source.rows.at[source.token], source.place + slot * TILE, source.count, source.base)
 
 
 def _prefetch(pool, held):

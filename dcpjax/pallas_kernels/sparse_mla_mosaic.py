@@ -68,7 +68,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
     # As in Triton: parts that are rounded are half the bytes to merge.
     dtype = jnp.dtype(out_dtype) if fixed or splits == 1 else q.dtype if splits <= 16 else jnp.dtype(jnp.float32)
     # What leaves through one slot must fit there.
-    in_turn = min(config.in_turn, splits) if dtype.itemsize == 2 else 1
+    in_turn = min(config.in_turn, tokens * splits) if dtype == q.dtype else 1
     packed = pool.dtype == jnp.uint32
     if packed and config.interpret:
         pool, packed = unpack_rows(pool, value, width - value).astype(q.dtype), False
@@ -80,14 +80,17 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
     ):  # fmt: skip
         keys, (*_, staged) = keys_or_out
         top = stats.at[0]
-        token, block, warpgroup = lax.axis_index("token"), lax.axis_index("block"), lax.axis_index("warpgroup")
+        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         block_heads = pl.ds(lax.div(block, jnp.int32(config.columns)) * real, real)
-        number = count_ref[token]
-        begin = lax.axis_index("split") * in_turn
-        end = jnp.minimum(begin + in_turn, splits)
-        first, _ = _bounds(number, begin, splits, config)
-        _, last = _bounds(number, end - 1, splits, config)
+        begin = lax.axis_index("run") * in_turn
+        end = jnp.minimum(begin + in_turn, tokens * splits)
         tiles.start(landed)
+
+        def part_of(item):
+            """A part's token and split, rows of the token's list, and pairs of tiles before and after the part."""
+            token, split = lax.div(item, jnp.int32(splits)), lax.rem(item, jnp.int32(splits))
+            number = count_ref[token]
+            return token, split, number, *_bounds(number, split, splits, config)
 
         def consumer(me):
             other = 1 - me
@@ -97,26 +100,22 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             column = plgpu.broadcasted_iota(jnp.int32, (HEADS, TILE), 1, layout=layout)
             mine = pl.ds((2 * lax.rem(block, jnp.int32(config.columns)) + me) * half, half)
 
-            @pl.when(last > first)
-            def _():
-                if me == 0:
-                    for i in range(HEADS // real):
-                        into = query.at[0, pl.ds(i * real, real)]
-                        plgpu.copy_gmem_to_smem(q_ref.at[token, block_heads], into, loaded)
-                plgpu.barrier_wait(loaded)
+            def ask(token):
+                for i in range(HEADS // real):
+                    into = query.at[0, pl.ds(i * real, real)]
+                    plgpu.copy_gmem_to_smem(q_ref.at[token, block_heads], into, loaded)
 
-            def scores(i):
-                tiles.wait(landed, me, i)
+            def scores(turn, left):
+                tiles.wait(landed, me, turn)
 
                 def product(score):
                     plgpu.wgmma(score, query.at[tiles.index(0)], keys.at[tiles.index(me)].transpose((1, 0)))
                     return score[...]
 
                 score = pl.run_scoped(product, plgpu.ACC((HEADS, TILE), jnp.float32))
-                left = number - (first * PAIR + (2 * i + me) * TILE)
                 return jnp.where(column < left, score * (scale * _LOG2_E), _LOWEST)
 
-            def own(score, carry, kept):
+            def own(score, carry, kept, ahead):
                 values, old, sum_ = carry
                 new = jnp.maximum(old, score.max(axis=1))
                 keep = jnp.exp2(old - new)
@@ -128,14 +127,16 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 top[...] = new
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ready.at[me])
+                if me == 1 and in_turn > 1:  # both have these scores, the last ones of the token
+                    pl.when(kept)(ahead)
                 return add(values, keep, weight, me, kept), new, sum_
 
-            def others(i, carry, kept):
+            def others(turn, carry, kept):
                 values, old, sum_ = carry
                 plgpu.barrier_wait(ready.at[other])
                 new = plgpu.load(top, layout=a_head)
                 keep = jnp.exp2(old - new)
-                tiles.wait(landed, other, i)
+                tiles.wait(landed, other, turn)
                 return add(values, keep, None, other, kept), new, sum_ * keep
 
             def add(values, keep, weight, slot, kept):
@@ -158,19 +159,39 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                     pl.when(jnp.logical_not(kept))(lambda: plgpu.barrier_arrive(free.at[slot]))
                 return values
 
-            def part(split, _):
-                """One split, from its first product to its output."""
-                since, until = (x - first for x in _bounds(number, split, splits, config))
+            def part(item, turns):
+                """One part, from its first product to its output, after `turns` pairs of tiles."""
+                token, split, number, since, until = part_of(item)
+                if in_turn == 1:
+
+                    @pl.when(until > since)
+                    def _():
+                        if me == 0:
+                            ask(token)
+                        plgpu.barrier_wait(loaded)
+
+                else:
+                    before, *_, since_before, until_before = part_of(jnp.maximum(item - 1, begin))
+                    after, *_, since_after, until_after = part_of(jnp.minimum(item + 1, end - 1))
+                    asked = (item > begin) & (until_before > since_before)
+                    if me == 1:
+                        pl.when((until > since) & jnp.logical_not(asked))(lambda: ask(token))
+                    here = asked & (before == token)
+                    pl.when((until > since) & jnp.logical_not(here))(lambda: plgpu.barrier_wait(loaded))
+
+                def ahead():
+                    pl.when((after != token) & (until_after > since_after))(lambda: ask(after))
 
                 def pair(i, carry):
-                    kept = i == until - 1
+                    kept, turn = i == until - 1, turns + i - since
+                    left = number - (2 * i + me) * TILE
                     if me == 0:
-                        return others(i, own(scores(i), carry, kept), kept)
+                        return others(turn, own(scores(turn, left), carry, kept, ahead), kept)
                     if config.early:
-                        score = scores(i)
-                        return own(score, others(i, carry, kept), kept)
-                    carry = others(i, carry, kept)
-                    return own(scores(i), carry, kept)
+                        score = scores(turn, left)
+                        return own(score, others(turn, carry, kept), kept, ahead)
+                    carry = others(turn, carry, kept)
+                    return own(scores(turn, left), carry, kept, ahead)
 
                 nothing = (
                     plgpu.layout_cast(jnp.zeros((HEADS, half), jnp.float32), layout),
@@ -178,8 +199,8 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                     plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), a_head),
                 )
                 values, highest, sum_ = lax.fori_loop(since, until, pair, nothing)
-                if in_turn > 1:  # the other has read what it must of the split before
-                    pl.when(split > begin)(lambda: plgpu.barrier_wait(seen.at[other]))
+                if in_turn > 1:  # the other has read what it must of the part before
+                    pl.when(item > begin)(lambda: plgpu.barrier_wait(seen.at[other]))
                 stats[1 + me] = sum_
                 plgpu.barrier_arrive(done.at[me])
                 plgpu.barrier_wait(done.at[other])
@@ -198,19 +219,32 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         plgpu.barrier_arrive(free.at[1])
 
-                if splits == 1:
+                def write_nothing():
+                    # The slot may have the next part's rows, but nobody has weights.
+                    weights[0] = plgpu.layout_cast(jnp.zeros((HEADS, TILE), dtype), layout)
+                    plgpu.commit_smem()
+                    for i in range(2 * half // TILE):
+                        here = pl.ds(2 * lax.rem(block, jnp.int32(config.columns)) * half + i * TILE, TILE)
+                        plgpu.copy_smem_to_gmem(
+                            weights.at[0, pl.ds(0, real)], out_ref.at[token, split, block_heads, here]
+                        )
+
+                if splits == 1 and in_turn == 1:
                     write()
                 else:
                     pl.when(until > since)(write)
+                if splits == 1 and in_turn > 1 and me == 0:
+                    pl.when(until == since)(write_nothing)
                 if me == 0:
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(stats.at[3, pl.ds(0, real)], lse_ref.at[token, split, block_heads])
-                plgpu.wait_smem_to_gmem(0)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=in_turn > 1)
+                return turns + until - since
 
             if in_turn == 1:
-                part(begin, None)
+                part(begin, 0)
             else:
-                lax.fori_loop(begin, end, part, None)
+                lax.fori_loop(begin, end, part, jnp.int32(0))
                 plgpu.barrier_wait(seen.at[other])
 
         pl.when(warpgroup == 0)(lambda: consumer(0))
@@ -219,14 +253,29 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
         @pl.when(warpgroup == 2)
         def _producer():
             plgpu.set_max_registers(tiles.registers[1], action="decrease")
-            source = Source(pool_ref, rows_ref, token, first * PAIR, number, layer_ref[0] * num_rows)
+            starts, total = [], jnp.int32(0)
+            for i in range(in_turn):
+                token, _, number, since, until = part_of(jnp.minimum(begin + i, end - 1))
+                starts.append((total, token, number, since))
+                total += jnp.where(begin + i < end, until - since, 0)
+
+            def source(turn):
+                """Of the last part that has begun: it is no empty one."""
+                begun, token, number, since = starts[0]
+                for start in starts[1:]:
+                    later = turn >= start[0]
+                    begun, token, number, since = (
+                        jnp.where(later, new, old)
+                        for new, old in zip(start, (begun, token, number, since), strict=True)
+                    )
+                return Source(pool_ref, rows_ref, token, (since + turn - begun) * PAIR, number, layer_ref[0] * num_rows)
 
             def when_free(slot, turn):
                 pl.when(turn > 0)(lambda: plgpu.barrier_wait(free.at[slot]))
 
-            tiles.bring(landed, source, last - first, keys, when_free)
+            tiles.bring(landed, source, total, keys, when_free)
 
-            @pl.when(last > first)
+            @pl.when(total > 0)
             def _():
                 for slot in range(2):
                     plgpu.barrier_wait(free.at[slot])
@@ -240,8 +289,8 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             jax.ShapeDtypeStruct((tokens, splits, heads, value), dtype),
             jax.ShapeDtypeStruct((tokens, splits, heads), jnp.float32),
         ),
-        grid=(tokens, pl.cdiv(splits, in_turn), heads // real * config.columns),
-        grid_names=("token", "split", "block"),
+        grid=(pl.cdiv(tokens * splits, in_turn), heads // real * config.columns),
+        grid_names=("run", "block"),
         num_threads=3,
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if config.interpret else None,
@@ -249,7 +298,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             plgpu.SMEM((1, HEADS, width), q.dtype, transforms=TRANSFORMS),
             plgpu.RefUnion(
                 plgpu.SMEM((2, TILE, width), q.dtype, transforms=TRANSFORMS),
-                # Of splits in turn all but the last leave through the second slot; the first has the next one's rows already.
+                # Parts in turn leave through the second slot; the first has the next one's rows already.
                 (tile, out_tile) if in_turn > 1 else (out_tile,),
             ),
             plgpu.SMEM((1, HEADS, TILE), q.dtype, transforms=TRANSFORMS),
