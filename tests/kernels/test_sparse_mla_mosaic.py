@@ -40,6 +40,20 @@ def test_splits_in_turn_and_columns_have_the_bits_of_splits_apart():
     same_bits(case.run("mosaic", dataclasses.replace(apart, in_turn=2, columns=2), jnp.bfloat16), first)
 
 
+def test_tokens_in_turn_have_the_bits_of_tokens_apart():
+    """Three tokens a block with one, no and two pairs of tiles, then two with none and one: lists of 17, 0, 140, 0 and 1 rows."""
+    case, order = case_of(5, 8, 140), [3, 0, 2, 4, 1]
+    case.q, case.rows, case.count = case.q[jnp.array(order)], case.rows[order], case.count[order]
+    case.count[3] = 0
+    apart = MosaicMLAConfig(interpret=True)
+    first = case.run("mosaic", apart, jnp.bfloat16)
+    case.check(*first, CLOSE["bfloat16"])
+    out, lse = case.run("mosaic", dataclasses.replace(apart, in_turn=3, early=True), jnp.bfloat16)
+    same_bits(out, first[0])
+    # This machine's compiler may fuse sums otherwise where a program is another.
+    np.testing.assert_allclose(lse, first[1], rtol=1e-6)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bfloat16", "packed"])
 @pytest.mark.parametrize(
@@ -61,6 +75,19 @@ def test_equals_float64_on_a_gpu(tokens, heads, config, dtype, kind):
     case.check(*first, 1e-2)
     for _ in range(10):
         same_bits(case.run("mosaic", config, dtype), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, kind", [(128, "bfloat16"), (64, "packed")])
+def test_tokens_in_turn_have_the_bits_of_tokens_apart_on_a_gpu(heads, kind):
+    """Lists of many lengths, three of them empty, four a block and the last ones one."""
+    case = case_of(17, heads, 2048, 6000, kind)
+    case.count[[5, 6, 12]] = 0
+    first = case.run("mosaic", MosaicMLAConfig(), jnp.bfloat16)
+    case.check(*first, 1e-2)
+    for early in (False, True):
+        for _ in range(5):
+            same_bits(case.run("mosaic", MosaicMLAConfig(in_turn=4, early=early), jnp.bfloat16), first)
 
 
 @pytest.mark.gpu
