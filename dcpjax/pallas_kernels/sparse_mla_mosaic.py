@@ -6,6 +6,7 @@ twice, and one consumer's softmax runs beside the other's products. The running 
 both, and splits are merged by LSE in a second kernel, in order: bits repeat.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -127,8 +128,8 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 top[...] = new
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ready.at[me])
-                if me == 1 and in_turn > 1:  # both have these scores, the last ones of the token
-                    pl.when(kept)(ahead)
+                if me == 1 and kept:  # both have these scores, the last ones
+                    ahead()
                 return add(values, keep, weight, me, kept), new, sum_
 
             def others(turn, carry, kept):
@@ -140,8 +141,8 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 return add(values, keep, None, other, kept), new, sum_ * keep
 
             def add(values, keep, weight, slot, kept):
-                """Values so far, reduced to `keep`, and those of a tile, which is then free, unless it is `kept`. The other's
-                weights are in shared memory, own ones still in registers."""
+                """Values so far, reduced to `keep`, and those of a tile, which is then free, unless it is the last one,
+                `kept` for the output. The other's weights are in shared memory, own ones still in registers."""
                 values = values * _columns(keep, values)
 
                 def product(total, weight):
@@ -153,10 +154,8 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                     values += pl.run_scoped(lambda total: (product(total, None), total[...])[1], empty)
                 else:
                     values = pl.run_state(lambda total: product(total, weight))(plgpu.ACC.init(values))
-                if in_turn == 1 or slot == 0:
+                if slot == 0 or not kept:
                     plgpu.barrier_arrive(free.at[slot])
-                else:
-                    pl.when(jnp.logical_not(kept))(lambda: plgpu.barrier_arrive(free.at[slot]))
                 return values
 
             def part(item, turns):
@@ -182,8 +181,8 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 def ahead():
                     pl.when((after != token) & (until_after > since_after))(lambda: ask(after))
 
-                def pair(i, carry):
-                    kept, turn = i == until - 1, turns + i - since
+                def pair(i, carry, kept=False):
+                    turn = turns + i - since
                     left = number - (2 * i + me) * TILE
                     if me == 0:
                         return others(turn, own(scores(turn, left), carry, kept, ahead), kept)
@@ -198,7 +197,12 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                     plgpu.layout_cast(jnp.full((HEADS,), _LOWEST, jnp.float32), a_head),
                     plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), a_head),
                 )
-                values, highest, sum_ = lax.fori_loop(since, until, pair, nothing)
+                if in_turn == 1:
+                    values, highest, sum_ = lax.fori_loop(since, until, pair, nothing)
+                else:  # the last pair apart: a loop is slower where it asks each time
+                    last = jnp.maximum(until - 1, since)
+                    carry = lax.fori_loop(since, last, pair, nothing)
+                    values, highest, sum_ = lax.fori_loop(last, until, functools.partial(pair, kept=True), carry)
                 if in_turn > 1:  # the other has read what it must of the part before
                     pl.when(item > begin)(lambda: plgpu.barrier_wait(seen.at[other]))
                 stats[1 + me] = sum_
@@ -209,6 +213,8 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                     plgpu.barrier_arrive(seen.at[me])
                 safe = jnp.where(sum_ > 0, sum_, 1.0)
                 if me == 0:
+                    if in_turn > 1:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     stats[3] = jnp.where(sum_ > 0, (highest + jnp.log2(safe)) * math.log(2.0), -jnp.inf)
 
                 def write():
@@ -228,6 +234,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                         plgpu.copy_smem_to_gmem(
                             weights.at[0, pl.ds(0, real)], out_ref.at[token, split, block_heads, here]
                         )
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                 if splits == 1 and in_turn == 1:
                     write()
@@ -238,13 +245,15 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 if me == 0:
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(stats.at[3, pl.ds(0, real)], lse_ref.at[token, split, block_heads])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=in_turn > 1)
+                if in_turn == 1:
+                    plgpu.wait_smem_to_gmem(0)
                 return turns + until - since
 
             if in_turn == 1:
                 part(begin, 0)
             else:
                 lax.fori_loop(begin, end, part, jnp.int32(0))
+                plgpu.wait_smem_to_gmem(0)
                 plgpu.barrier_wait(seen.at[other])
 
         pl.when(warpgroup == 0)(lambda: consumer(0))
@@ -255,19 +264,16 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             plgpu.set_max_registers(tiles.registers[1], action="decrease")
             starts, total = [], jnp.int32(0)
             for i in range(in_turn):
-                token, _, number, since, until = part_of(jnp.minimum(begin + i, end - 1))
-                starts.append((total, token, number, since))
+                starts.append(total)
+                *_, since, until = part_of(jnp.minimum(begin + i, end - 1))
                 total += jnp.where(begin + i < end, until - since, 0)
 
             def source(turn):
                 """Of the last part that has begun: it is no empty one."""
-                begun, token, number, since = starts[0]
-                for start in starts[1:]:
-                    later = turn >= start[0]
-                    begun, token, number, since = (
-                        jnp.where(later, new, old)
-                        for new, old in zip(start, (begun, token, number, since), strict=True)
-                    )
+                item, begun = begin, starts[0]
+                for i, start in enumerate(starts[1:], 1):
+                    item, begun = jnp.where(turn >= start, begin + i, item), jnp.where(turn >= start, start, begun)
+                token, _, number, since, _ = part_of(item)
                 return Source(pool_ref, rows_ref, token, (since + turn - begun) * PAIR, number, layer_ref[0] * num_rows)
 
             def when_free(slot, turn):
