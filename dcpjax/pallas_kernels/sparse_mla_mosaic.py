@@ -1,4 +1,5 @@
-"""Sparse MLA with LSE on Hopper's matrix instructions: one block is up to 64 heads of one token over one split of its list.
+"""Sparse MLA with LSE on Hopper's matrix instructions: one block is up to 64 heads of one token over one split of its list, or
+of several such parts in turn, whose rows are brought while the part before is still computed.
 
 A producer brings tiles of 64 rows into two slots. Each of two consumers holds half of the output's columns and computes the
 scores of every other tile; what its softmax gives goes to the other one through shared memory. So no score is computed

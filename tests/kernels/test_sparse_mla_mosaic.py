@@ -185,11 +185,23 @@ def test_fixed_places_are_the_same_for_every_number_of_tokens():
 
 
 @pytest.mark.parametrize(
-    "tokens, heads, width, splits",
-    [(4, 64, 2048, 16), (16, 64, 2048, 8), (64, 64, 2048, 2), (128, 64, 2048, 1), (16, 32, 512, 4)],
+    "tokens, heads, width, splits, in_turn",
+    [
+        (4, 64, 2048, 16, 1),
+        (16, 64, 2048, 8, 1),
+        (64, 64, 2048, 2, 1),
+        (128, 64, 2048, 1, 1),
+        (16, 32, 512, 4, 1),
+        # More blocks than multiprocessors: two lists each, or three halves where two lists would leave many idle.
+        (128, 128, 2048, 1, 2),
+        (160, 64, 2048, 2, 3),
+        (160, 64, 512, 1, 2),
+        (2048, 64, 2048, 1, 4),
+    ],
 )
-def test_splits_fill_the_chip(tokens, heads, width, splits):
-    assert MosaicMLAConfig.choose(tokens, heads, width).splits == splits
+def test_splits_fill_the_chip(tokens, heads, width, splits, in_turn):
+    config = MosaicMLAConfig.choose(tokens, heads, width)
+    assert (config.splits, config.in_turn) == (splits, in_turn)
 
 
 def test_fixed_splits_are_whole_pairs_of_tiles():
