@@ -99,7 +99,7 @@ def is_ahead(tokens: int, heads: int, width: int, packed: bool = False, invarian
     `invariant`: whether it serves all of them, because one kernel must; by what is the same in all steps.
     """
     if invariant:
-        return heads == 64
+        return heads in (32, 64, 128)
     if width < 512 or tokens > _MOST_TOKENS:
         return False
     if packed and heads == 16:

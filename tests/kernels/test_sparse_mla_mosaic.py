@@ -152,7 +152,7 @@ SERVED = {"shape": (128, 64, 576), "value_width": 512, "dtype": jnp.bfloat16, "o
         {"dtype": jnp.float32},
         {"out_dtype": jnp.float32},
         {"width": 256},
-        {"shape": (128, 128, 576), "invariant": True},
+        {"shape": (128, 16, 576), "invariant": True},
     ],
 )
 def test_triton_serves_what_is_not_here_or_not_ahead(more):
@@ -169,6 +169,15 @@ def test_records_of_other_heads_are_served_from_where_they_were_ahead(tokens, he
     backend, config = fitting("mosaic", **SERVED | {"shape": (tokens, heads, 576), "dtype": jnp.uint32, "width": width})
     # Scores of records before the product of the tile ahead were slower, whatever the heads.
     assert (backend, config.early) == ("mosaic", False)
+
+
+@pytest.mark.parametrize("heads", [32, 128])
+@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.uint32])
+def test_fixed_places_of_other_heads(heads, kind):
+    fixed = [
+        fitting("mosaic", **SERVED | {"shape": (n, heads, 576), "dtype": kind, "invariant": True}) for n in (1, 128)
+    ]
+    assert [(backend, config.split_rows) for backend, config in fixed] == [("mosaic", 512)] * 2
 
 
 def test_fixed_places_are_the_same_for_every_number_of_tokens():
