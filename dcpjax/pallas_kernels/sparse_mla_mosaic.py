@@ -4,7 +4,8 @@ of several such parts in turn, whose rows are brought while the part before is s
 A producer brings tiles of 64 rows into two slots. Each of two consumers holds half of the output's columns and computes the
 scores of every other tile; what its softmax gives goes to the other one through shared memory. So no score is computed
 twice, and one consumer's softmax runs beside the other's products. The running maximum follows the order of the tiles in
-both, and splits are merged by LSE in a second kernel, in order: bits repeat.
+both, and splits are merged by LSE, in order: bits repeat. The blocks of a list merge them as a cluster, or a second kernel
+does.
 """
 
 import functools
@@ -17,7 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dcpjax.pallas_kernels import mosaic_cluster
 from dcpjax.pallas_kernels.lse_merge_triton import MergeConfig, merge_splits
+from dcpjax.pallas_kernels.mosaic_cluster import Shares
 from dcpjax.pallas_kernels.mosaic_config import HEADS, PAIR, MosaicMLAConfig, has_shape
 from dcpjax.pallas_kernels.mosaic_ptx import TRANSFORMS
 from dcpjax.pallas_kernels.mosaic_rows import TILE, AsyncRows, PlainRows, RecordRows, Source
@@ -59,8 +62,8 @@ def sparse_mla_mosaic(
 
 
 def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
-    """Outputs `[T, splits, H, value]` and LSE `[T, splits, H]` of the splits. The LSE of an empty one is −inf; its output
-    is 0 where there is no other, and else not written."""
+    """Outputs `[T, splits, H, value]` and LSE `[T, splits, H]` of the splits, or of one where a cluster merges them. The LSE of
+    an empty one is −inf; its output is 0 where there is no other, and else not written."""
     tokens, heads, width = q.shape
     value, num_rows = width - 64, pool.shape[1]
     half = value // (2 * config.columns)
@@ -75,6 +78,10 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
     if packed and config.interpret:
         pool, packed = unpack_rows(pool, value, width - value).astype(q.dtype), False
     tiles = PlainRows(width) if config.interpret else RecordRows() if packed else AsyncRows(width)
+    # Of clusters the interpreter knows nothing.
+    clustered = config.clustered(splits, heads) and not config.interpret and jnp.dtype(out_dtype) == jnp.bfloat16
+    clustered = clustered and mosaic_cluster.has_room()
+    shares = Shares(splits, real, half)
 
     def kernel(
         q_ref, pool_ref, layer_ref, rows_ref, count_ref, out_ref, lse_ref,
@@ -84,7 +91,9 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
         top = stats.at[0]
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         block_heads = pl.ds(lax.div(block, jnp.int32(config.columns)) * real, real)
-        begin = lax.axis_index("run") * in_turn
+        begin = lax.axis_index("run") * (splits if clustered else in_turn)
+        if clustered:
+            begin += lax.axis_index("split")
         end = jnp.minimum(begin + in_turn, tokens * splits)
         tiles.start(landed)
 
@@ -159,6 +168,19 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                     plgpu.barrier_arrive(free.at[slot])
                 return values
 
+            def together(token, split, some, values, lse):
+                """Merges a share of the outputs that all blocks of the list have: this one `some`, or none."""
+                values = values.astype(dtype)
+                mosaic_cluster.wait()
+                if me == 0:
+                    # What is not a number counts as empty, as it does in `merge_splits`.
+                    shares.send_scores(stats.at[3], jnp.where(lse < jnp.inf, lse, -jnp.inf), split)
+                pl.when(some)(lambda: shares.send(keys.at[0], values, split, me))
+                mosaic_cluster.arrive()
+                mosaic_cluster.wait()
+                out, lse = out_ref.at[token, 0], lse_ref.at[token, 0]
+                shares.merge(keys.at[0], stats.at[3], out, lse, split, block_heads.start, mine.start, me)
+
             def part(item, turns):
                 """One part, from its first product to its output, after `turns` pairs of tiles."""
                 token, split, number, since, until = part_of(item)
@@ -182,17 +204,28 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 def ahead():
                     pl.when((after != token) & (until_after > since_after))(lambda: ask(after))
 
+                def first_done(i):
+                    if clustered:  # others may write to the first slot
+                        pl.when(i == until - 1)(mosaic_cluster.arrive)
+
                 def pair(i, carry, kept=False):
                     turn = turns + i - since
                     left = number - (2 * i + me) * TILE
                     if me == 0:
-                        return others(turn, own(scores(turn, left), carry, kept, ahead), kept)
+                        carry = own(scores(turn, left), carry, kept, ahead)
+                        first_done(i)
+                        return others(turn, carry, kept)
                     if config.early:
                         score = scores(turn, left)
-                        return own(score, others(turn, carry, kept), kept, ahead)
+                        carry = others(turn, carry, kept)
+                        first_done(i)
+                        return own(score, carry, kept, ahead)
                     carry = others(turn, carry, kept)
+                    first_done(i)
                     return own(scores(turn, left), carry, kept, ahead)
 
+                if clustered:
+                    pl.when(until == since)(mosaic_cluster.arrive)
                 nothing = (
                     plgpu.layout_cast(jnp.zeros((HEADS, half), jnp.float32), layout),
                     plgpu.layout_cast(jnp.full((HEADS,), _LOWEST, jnp.float32), a_head),
@@ -213,6 +246,9 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 if in_turn > 1:
                     plgpu.barrier_arrive(seen.at[me])
                 safe = jnp.where(sum_ > 0, sum_, 1.0)
+                if clustered:
+                    lse = jnp.where(sum_ > 0, highest + jnp.log2(safe), -jnp.inf)
+                    return together(token, split, until > since, values * _columns(1.0 / safe, values), lse)
                 if me == 0:
                     if in_turn > 1:
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -281,23 +317,31 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                 pl.when(turn > 0)(lambda: plgpu.barrier_wait(free.at[slot]))
 
             tiles.bring(landed, source, total, keys, when_free)
+            if clustered:
+                mosaic_cluster.arrive()
 
             @pl.when(total > 0)
             def _():
                 for slot in range(2):
                     plgpu.barrier_wait(free.at[slot])
 
+            if clustered:
+                mosaic_cluster.wait()
+
     tile = plgpu.SMEM((TILE, width), q.dtype, transforms=TRANSFORMS)
     out_transforms = plgpu.TilingTransform((8, 128 // dtype.itemsize)), plgpu.SwizzleTransform(128)
     out_tile = plgpu.SMEM((2, HEADS, half), dtype, transforms=out_transforms)
+    parts = 1 if clustered else splits
     return plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct((tokens, splits, heads, value), dtype),
-            jax.ShapeDtypeStruct((tokens, splits, heads), jnp.float32),
+            jax.ShapeDtypeStruct((tokens, parts, heads, value), dtype),
+            jax.ShapeDtypeStruct((tokens, parts, heads), jnp.float32),
         ),
-        grid=(pl.cdiv(tokens * splits, in_turn), heads // real * config.columns),
+        grid=(tokens if clustered else pl.cdiv(tokens * splits, in_turn), heads // real * config.columns),
         grid_names=("run", "block"),
+        cluster=(splits,) if clustered else (),
+        cluster_names=("split",) if clustered else (),
         num_threads=3,
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if config.interpret else None,

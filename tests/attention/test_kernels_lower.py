@@ -75,9 +75,9 @@ def test_attention_lowers_for_h200s(dcp, backend, movement, merge, tokens, invar
     run, args = layers_of(plan, tokens, AttentionOptions(backend, movement, kernels=kernels))
     with jax.sharding.use_abstract_mesh(plan.mesh):
         text = jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    # Many tokens whose output is in bfloat16 have Hopper's own kernel, all others the one in Triton; few are merged by the
-    # second of two kernels, without any other movement than that of addresses.
-    own = (tokens >= 64 or invariant) and (dcp == 1 or backend == "a2a")
+    # Many tokens whose output is in bfloat16 have Hopper's own kernel, and few with whole lists; all others the one in Triton.
+    # Few are merged by the second of two kernels, without any other movement than that of addresses.
+    own = dcp == 1 or ((tokens >= 64 or invariant) and backend == "a2a")
     boxed = merge == "mosaic" and backend == "a2a" and tokens == 1 and not invariant
     assert text.count("mosaic_gpu_v2") == own + 2 * boxed
     assert own or "sparse_mla" in text

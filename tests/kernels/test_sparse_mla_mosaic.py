@@ -64,6 +64,12 @@ def test_tokens_in_turn_have_the_bits_of_tokens_apart():
         (33, 32, MosaicMLAConfig(split_rows=512), jnp.bfloat16),
         (33, 64, MosaicMLAConfig(split_rows=512, in_turn=3), jnp.bfloat16),
         (7, 128, MosaicMLAConfig(split_rows=512, columns=4), jnp.bfloat16),
+        (6, 64, MosaicMLAConfig(splits=16, cluster=True), jnp.bfloat16),
+        (17, 128, MosaicMLAConfig(splits=8, columns=2, cluster=True, early=True), jnp.bfloat16),
+        (9, 32, MosaicMLAConfig(splits=4, cluster=True), jnp.bfloat16),
+        (70, 64, MosaicMLAConfig(splits=2, cluster=True), jnp.bfloat16),
+        (5, 16, MosaicMLAConfig(splits=16, columns=4, cluster=True), jnp.bfloat16),
+        (5, 8, MosaicMLAConfig(splits=8, cluster=True), jnp.bfloat16),
     ],
 )
 def test_equals_float64_on_a_gpu(tokens, heads, config, dtype, kind):
@@ -105,14 +111,16 @@ def test_invariant_bits_do_not_depend_on_the_other_tokens(tokens, heads, kind):
 
 
 @pytest.mark.parametrize(
-    "tokens, heads, invariant, dtype, kind",
+    "tokens, heads, invariant, dtype, kind, merged",
     [
-        (16, 64, False, jnp.float32, "bfloat16"),
-        (128, 128, False, jnp.bfloat16, "packed"),
-        (64, 32, True, jnp.bfloat16, "bfloat16"),
+        (16, 64, False, jnp.float32, "bfloat16", "apart"),
+        (128, 128, False, jnp.bfloat16, "packed", "none"),
+        (64, 32, True, jnp.bfloat16, "bfloat16", "apart"),
+        (2, 32, False, jnp.bfloat16, "packed", "none"),
     ],
 )
-def test_lowers_for_an_h200(tokens, heads, invariant, dtype, kind):
+def test_lowers_for_an_h200(tokens, heads, invariant, dtype, kind, merged):
+    """With a kernel that merges, or none: of a few tokens a cluster merges the splits."""
     shape = jax.ShapeDtypeStruct
     text = lower_for_h200(
         functools.partial(
@@ -124,7 +132,8 @@ def test_lowers_for_an_h200(tokens, heads, invariant, dtype, kind):
         shape((tokens, 2000), jnp.int32),
         shape((tokens,), jnp.int32),
     )
-    assert "mosaic_gpu" in text
+    assert text.count("mosaic_gpu_v2") == 1
+    assert ("merge_splits" in text) == (merged == "apart")
 
 
 @pytest.mark.parametrize(
@@ -143,9 +152,13 @@ SERVED = {"shape": (128, 64, 576), "value_width": 512, "dtype": jnp.bfloat16, "o
 @pytest.mark.parametrize(
     "more",
     [
-        {"shape": (3, 64, 576)},
-        {"shape": (15, 64, 576), "width": 1024},
-        {"shape": (128, 16, 576)},
+        {"shape": (3, 64, 576), "width": 1024},
+        {"shape": (3, 64, 576), "dtype": jnp.uint32, "width": 1024},
+        {"shape": (1, 64, 576), "dtype": jnp.uint32},
+        {"shape": (2, 32, 576), "dtype": jnp.uint32},
+        {"shape": (3, 16, 576)},
+        {"shape": (6, 16, 576)},
+        {"shape": (4, 16, 576), "width": 1024},
         {"shape": (1 << 16, 64, 576)},
         {"shape": (128, 96, 576)},
         {"shape": (128, 64, 192), "value_width": 128},
@@ -166,7 +179,17 @@ def test_triton_serves_what_is_not_here_or_not_ahead(more):
         assert fitting(asked, **SERVED | more)[0] == asked
 
 
-@pytest.mark.parametrize("tokens, heads, width", [(4, 128, 2048), (16, 32, 512), (16, 16, 2048), (64, 16, 512)])
+@pytest.mark.parametrize(
+    "tokens, heads, width", [(1, 32, 2048), (1, 64, 2048), (4, 64, 512), (2, 128, 1024), (5, 16, 2048)]
+)
+def test_few_tokens_are_served_where_clusters_merge(tokens, heads, width):
+    backend, config = fitting("mosaic", **SERVED | {"shape": (tokens, heads, 576), "width": width})
+    assert backend == "mosaic" and config.clustered(config.splits, heads)
+
+
+@pytest.mark.parametrize(
+    "tokens, heads, width", [(2, 64, 2048), (1, 128, 2048), (4, 64, 512), (16, 32, 512), (16, 16, 2048), (64, 16, 512)]
+)
 def test_records_of_other_heads_are_served_from_where_they_were_ahead(tokens, heads, width):
     backend, config = fitting("mosaic", **SERVED | {"shape": (tokens, heads, 576), "dtype": jnp.uint32, "width": width})
     # Scores of records before the product of the tile ahead were slower, whatever the heads.
@@ -213,6 +236,29 @@ def test_fixed_places_are_the_same_for_every_number_of_tokens():
 def test_splits_fill_the_chip(tokens, heads, width, splits, in_turn):
     config = MosaicMLAConfig.choose(tokens, heads, width)
     assert (config.splits, config.in_turn) == (splits, in_turn)
+
+
+@pytest.mark.parametrize(
+    "tokens, heads, width, cluster, columns",
+    [
+        (1, 64, 2048, True, 4),
+        (2, 64, 2048, True, 2),
+        (2, 128, 2048, True, 1),
+        (5, 64, 2048, True, 1),
+        (6, 64, 2048, False, 1),
+        (16, 64, 2048, False, 1),
+        (16, 64, 512, True, 1),
+        (64, 64, 2048, True, 1),
+        (128, 64, 2048, False, 1),
+        (1, 8, 2048, False, 1),
+        (1, 64, 600, False, 1),
+    ],
+)
+def test_splits_are_merged_by_clusters_that_the_chip_has_room_for(tokens, heads, width, cluster, columns):
+    config = MosaicMLAConfig.choose(tokens, heads, width)
+    assert (config.cluster, config.columns) == (cluster, columns)
+    assert config.clustered(config.splits, heads) == cluster
+    assert not MosaicMLAConfig.choose(tokens, heads, width, invariant=True).cluster
 
 
 def test_fixed_splits_are_whole_pairs_of_tiles():
