@@ -1,7 +1,7 @@
 """Sparse MLA over the layers of a step: 78 calls in one program, each over rows of a layer of its own.
 
 Prediction: rows are read once at the read ceiling, or the products take their time where that is longer; and 3 µs a
-launch, of which there are two where lists are split.
+launch, of which there are two where lists are split and a second kernel merges their splits.
 """
 
 import functools
@@ -66,7 +66,8 @@ def _case(
 
     nbytes = b * n * RECORD_BYTES[kind]
     floor = max(nbytes / READ_CEILING, 2 * b * h * n * (2 * VALUE + ROPE) / MATRIX_RATE) * 1e6
-    launches = 1 if config.splits == 1 and not invariant else 2
+    merged = arm == "mosaic" and config.clustered(config.splits, h)
+    launches = 1 if (config.splits == 1 and not invariant) or merged else 2
     shape = {"tokens": b, "heads": h, "count": n, "records": kind, "invariant": invariant}
     # XLA's programs are large, and its times do not depend on their length.
     calls = min(4, layers) if arm == "xla" else layers
