@@ -29,7 +29,7 @@ _CLUSTERS = {2: 66, 4: 29, 8: 13, 16: 5}
 _BEGIN_US, _PART_US, _PAIR_US, _MERGE_US = 8, 4, 3.6, 0.022
 # Tokens from which on the kernel is ahead, by heads: of lists of 2,048 rows, and of shorter ones.
 _PLAIN_FROM = {32: (1, 16), 64: (1, 4), 128: (1, 2)}
-_PACKED_FROM = {16: (16, 64), 32: (3, 16), 64: (2, 4), 128: (1, 4)}
+_PACKED_FROM = {16: (8, 64), 32: (3, 16), 64: (2, 4), 128: (1, 4)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def is_ahead(tokens: int, heads: int, width: int, packed: bool = False, invarian
     `invariant`: whether it serves all of them, because one kernel must; by what is the same in all steps.
     """
     if invariant:
-        return heads in (32, 64, 128)
+        return heads in (_PACKED_FROM if packed else _PLAIN_FROM)
     if width < 512 or tokens > _MOST_TOKENS:
         return False
     long = width >= 2048

@@ -173,33 +173,37 @@ class RecordRows(Landing):
         """As `AsyncRows.bring`, to `tiles [2, TILE, 576]` bfloat16. A thread reads a row while it takes the one before apart, also
         from a tile to the next one, whose rows it has brought to the cache before."""
 
-        pool = source(jnp.int32(0)).pool
+        first = source(jnp.int32(0))
 
         def tile(turn, slot, carry):
-            held, words = carry
+            held, words, *here = carry
             for i in range(4):
                 if i < 3:
-                    ahead = _read(pool, held, i + 1)
+                    ahead = _read(first.pool, held, i + 1)
                 if i == 2:
-                    # Past the last tile: the last pair's once more.
-                    held = _numbers(source(jnp.minimum(turn + slot, pairs - 1)), 1 - slot)
-                    _prefetch(pool, held)
+                    if slot == 1:
+                        # Past the last tile: the last pair's once more.
+                        found = source(jnp.minimum(turn + 1, pairs - 1))
+                        here = found.token, found.place, found.count
+                    token, place, count = here
+                    held = _numbers(dataclasses.replace(first, token=token, place=place, count=count), 1 - slot)
+                    _prefetch(first.pool, held)
                 if i == 3:
-                    ahead = _read(pool, held, 0)
+                    ahead = _read(first.pool, held, 0)
                 if i == 0:
                     when_free(slot, turn)
                 _store(tiles.at[slot], words, i)
                 words = ahead
             _publish(scratch[0], slot)
-            return held, words
+            return held, words, *here
 
         @pl.when(pairs > 0)
         def _():
-            held = _numbers(source(jnp.int32(0)), 0)
+            held = _numbers(first, 0)
             lax.fori_loop(
                 0, pairs,
                 lambda turn, carry: tile(turn, 1, tile(turn, 0, carry)),
-                (held, _read(pool, held, 0)),
+                (held, _read(first.pool, held, 0), first.token, first.place, first.count),
             )  # fmt: skip
 
 

@@ -299,18 +299,21 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
         @pl.when(warpgroup == 2)
         def _producer():
             plgpu.set_max_registers(tiles.registers[1], action="decrease")
-            starts, total = [], jnp.int32(0)
+            parts, total = [], jnp.int32(0)
             for i in range(in_turn):
-                starts.append(total)
-                *_, since, until = part_of(jnp.minimum(begin + i, end - 1))
+                token, _, number, since, until = part_of(jnp.minimum(begin + i, end - 1))
+                parts.append((total, token, number, since))
                 total += jnp.where(begin + i < end, until - since, 0)
 
             def source(turn):
                 """Of the last part that has begun: it is no empty one."""
-                item, begun = begin, starts[0]
-                for i, start in enumerate(starts[1:], 1):
-                    item, begun = jnp.where(turn >= start, begin + i, item), jnp.where(turn >= start, start, begun)
-                token, _, number, since, _ = part_of(item)
+                begun, token, number, since = parts[0]
+                for start, *more in parts[1:]:
+                    later = turn >= start
+                    begun, token, number, since = (
+                        jnp.where(later, new, old)
+                        for new, old in zip((start, *more), (begun, token, number, since), strict=True)
+                    )
                 return Source(pool_ref, rows_ref, token, (since + turn - begun) * PAIR, number, layer_ref[0] * num_rows)
 
             def when_free(slot, turn):

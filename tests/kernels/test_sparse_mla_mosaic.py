@@ -86,14 +86,13 @@ def test_equals_float64_on_a_gpu(tokens, heads, config, dtype, kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads, kind", [(128, "bfloat16"), (64, "packed")])
 def test_tokens_in_turn_have_the_bits_of_tokens_apart_on_a_gpu(heads, kind):
-    """Lists of many lengths, three of them empty, four a block and the last ones one."""
+    """Lists of many lengths, four of them empty, four a block and the last one alone."""
     case = case_of(17, heads, 2048, 6000, kind)
     case.count[[5, 6, 12]] = 0
     first = case.run("mosaic", MosaicMLAConfig(), jnp.bfloat16)
     case.check(*first, 1e-2)
     for early in (False, True):
-        for _ in range(5):
-            same_bits(case.run("mosaic", MosaicMLAConfig(in_turn=4, early=early), jnp.bfloat16), first)
+        same_bits(case.run("mosaic", MosaicMLAConfig(in_turn=4, early=early), jnp.bfloat16), first)
 
 
 @pytest.mark.gpu
@@ -163,7 +162,8 @@ SERVED = {"shape": (128, 64, 576), "value_width": 512, "dtype": jnp.bfloat16, "o
         {"shape": (128, 96, 576)},
         {"shape": (128, 64, 192), "value_width": 128},
         {"shape": (63, 16, 576), "dtype": jnp.uint32, "width": 1024},
-        {"shape": (15, 16, 576), "dtype": jnp.uint32},
+        {"shape": (7, 16, 576), "dtype": jnp.uint32},
+        {"shape": (3, 128, 576), "dtype": jnp.uint32, "width": 1024},
         {"dtype": jnp.float32},
         {"out_dtype": jnp.float32},
         {"width": 256},
@@ -188,7 +188,7 @@ def test_few_tokens_are_served_where_clusters_merge(tokens, heads, width):
 
 
 @pytest.mark.parametrize(
-    "tokens, heads, width", [(2, 64, 2048), (1, 128, 2048), (4, 64, 512), (16, 32, 512), (16, 16, 2048), (64, 16, 512)]
+    "tokens, heads, width", [(2, 64, 2048), (1, 128, 2048), (4, 64, 512), (16, 32, 512), (8, 16, 2048), (64, 16, 512)]
 )
 def test_records_of_other_heads_are_served_from_where_they_were_ahead(tokens, heads, width):
     backend, config = fitting("mosaic", **SERVED | {"shape": (tokens, heads, 576), "dtype": jnp.uint32, "width": width})
@@ -196,8 +196,9 @@ def test_records_of_other_heads_are_served_from_where_they_were_ahead(tokens, he
     assert (backend, config.early) == ("mosaic", False)
 
 
-@pytest.mark.parametrize("heads", [32, 128])
-@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.uint32])
+@pytest.mark.parametrize(
+    "heads, kind", [(32, jnp.bfloat16), (128, jnp.bfloat16), (16, jnp.uint32), (32, jnp.uint32), (128, jnp.uint32)]
+)
 def test_fixed_places_of_other_heads(heads, kind):
     fixed = [
         fitting("mosaic", **SERVED | {"shape": (n, heads, 576), "dtype": kind, "invariant": True}) for n in (1, 128)
@@ -226,7 +227,7 @@ def test_fixed_places_are_the_same_for_every_number_of_tokens():
         (64, 64, 2048, 2, 1),
         (128, 64, 2048, 1, 1),
         (16, 32, 512, 4, 1),
-        # More blocks than multiprocessors: two lists each, or three halves where two lists would leave many idle.
+        # More blocks than multiprocessors: two lists each, or three halves where they would leave many idle.
         (128, 128, 2048, 1, 2),
         (160, 64, 2048, 2, 3),
         (160, 64, 512, 1, 2),
