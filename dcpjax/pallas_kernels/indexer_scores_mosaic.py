@@ -19,6 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
+from dcpjax.pallas_kernels import mosaic_copies
 from dcpjax.pallas_kernels.mosaic_config import DIM, KEYS, MosaicScoresConfig, has_keys
 from dcpjax.pallas_kernels.mosaic_ptx import SCALAR, TRANSFORMS, address_of, constant32, shared_address, thread_number
 from dcpjax.pallas_kernels.mosaic_queries import ROWS, bring_queries
@@ -66,7 +67,10 @@ def scores_mosaic(
         if packed
         else plgpu.SMEM((config.ahead, KEYS, width), jnp.bfloat16, transforms=TRANSFORMS)
     )
-    copies = pl.cdiv(KEYS, group)
+    # A single query is copied as it is, for which rows and weights must be whole pieces, or tiles where none is changed.
+    copied = queries == 1 and heads % (4 if packed else ROWS) == 0
+    if copied and not packed:
+        q = q.reshape(-1, dim)
     body = functools.partial(
         _kernel,
         tokens=tokens,
@@ -76,6 +80,7 @@ def scores_mosaic(
         group=group,
         columns=columns,
         config=config,
+        copied=copied,
     )
     score = plgpu.kernel(
         body,
@@ -86,7 +91,8 @@ def scores_mosaic(
             plgpu.SMEM((rows, dim), jnp.float16 if packed else q.dtype, transforms=TRANSFORMS),
             plgpu.SMEM((rows,), jnp.float32),
             keys,
-            plgpu.Barrier(num_arrivals=copies, num_barriers=config.ahead),
+            # Of each tile on its way, and of the query.
+            plgpu.SMEM((mosaic_copies.WORDS * (config.ahead + 1),), jnp.uint32),
         ],
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=512, unsafe_no_auto_barriers=True
@@ -117,7 +123,7 @@ def _kernel(
     q_smem,
     w_smem,
     k_smem,
-    k_barrier,
+    barriers,
     *,
     tokens,
     queries,
@@ -126,13 +132,14 @@ def _kernel(
     group,
     columns,
     config,
+    copied,
 ):
     """Program (chunk, group): every `chunks`-th tile of columns, tokens `group · queries …`."""
     packed = k_smem.dtype == jnp.uint32
     heads = q_smem.shape[0] // queries
     places, copies = columns // group, pl.cdiv(KEYS, group)  # pages of a row, and of a tile
     chunk, mine = jax.lax.axis_index("chunk"), jax.lax.axis_index("group")
-    start, stride = mine * queries, config.chunks
+    start, stride, ahead = mine * queries, config.chunks, config.ahead
 
     def tiles_of(end):
         """Tiles of this program that begin before column `end`."""
@@ -143,50 +150,67 @@ def _kernel(
 
     # Past the last token the last one stands in; it computes the same and stores nothing.
     at = [jnp.minimum(start + j, tokens - 1) for j in range(queries)]
-    rows = [row_ref[t] for t in at]
-    ends = [jnp.minimum(end_ref[t], columns) for t in at]
-    page0, first = layer_ref[0] * num_pages, first_ref[0]
+    layer, first = _read(layer_ref, 0), _read(first_ref, 0)
+    rows = [_read(row_ref, t) for t in at]
+    ends = [jnp.minimum(_read(end_ref, t), columns) for t in at]
+    page0 = layer * num_pages
     each = max(1, min(_LANES, _WIDEST // heads))
     pieces = [range(j, min(j + each, queries)) for j in range(0, queries, each)]
 
     def bring():
-        bring_queries(q_ref, w_ref, q_smem, w_smem, at, heads)
+        if copied:
+            mosaic_copies.await_copies(barriers, ahead, 0)
+        if packed or not copied:
+            bring_queries(q_ref, w_ref, q_smem, w_smem, at, heads, copied)
 
-    def pages_of(row, i):
+    def pages_of(row, i, early=True):
         """Pages of a tile, the last one of the row for places past it."""
         place = jax.lax.div(column_of(i), group)
         last = places - 1
-        return [page0 + _read(pages_ref, row * places + jnp.minimum(place + part, last)) for part in range(copies)]
+        places_of_row = [row * places + jnp.minimum(place + part, last) for part in range(copies)]
+        return [page0 + _read(pages_ref, place, early) for place in places_of_row]
 
     def fetch(found, i, slot):
         begin = 0 if group <= KEYS else jax.lax.rem(column_of(i), group)
-        size = min(KEYS, group)
+        size, row = min(KEYS, group), 4 * packed_words(DIM) if packed else 2 * DIM
         for part, page in enumerate(found):
+            announce = KEYS * row if part == 0 else 0
             if packed:
                 words = size * packed_words(DIM)
-                source = k_ref.at[page, pl.ds(begin * packed_words(DIM), words)]
                 target = k_smem.at[slot, pl.ds(part * words, words)]
-                options = {"oob_mode": plgpu.OOBFillMode.PROMISE_IN_BOUNDS}
+                options = {"step": group * row, "begin": begin * row, "announce": announce}
+                mosaic_copies.copy_bytes(k_ref, page, target, size * row, barriers, slot, **options)
             else:
-                source = k_ref.at[pl.ds(page * group + begin, size)]
                 target = k_smem.at[slot, pl.ds(part * size, size)]
-                options = {}
-            plgpu.copy_gmem_to_smem(source, target, k_barrier.at[slot], **options)
+                mosaic_copies.copy_tiles(k_ref, page * group + begin, target, barriers, slot, announce=announce)
 
     # In a step of one token a request the group's number is that of its row: looked up while that is still on its way.
     if queries == 1:
         guess = jnp.minimum(mine, num_rows - 1)
-        guessed = [pages_of(guess, slot) for slot in range(config.ahead)]
+        guessed = [pages_of(guess, slot) for slot in range(ahead)]
+    mosaic_copies.begin_barriers(barriers, ahead + 1)
+    if copied:
+        size = w_ref.shape[1] * 2 * DIM
+        total = size + w_ref.shape[1] * 4
+        if packed:
+            mosaic_copies.copy_bytes(q_ref, at[0], q_smem, size, barriers, ahead, announce=total, tiled=True)
+        else:
+            mosaic_copies.copy_tiles(q_ref, at[0] * heads, q_smem, barriers, ahead, announce=total)
+        mosaic_copies.copy_bytes(w_ref, at[0], w_smem, total - size, barriers, ahead)
+        _meet()  # the barriers are there for all, and nothing was waited for yet
 
     def look_up(row):
         def now():
-            return [pages_of(row, slot) for slot in range(config.ahead)]
+            return [pages_of(row, slot, queries > 1) for slot in range(ahead)]
 
-        return now() if queries > 1 else jax.lax.cond(row == guess, lambda: guessed, now)
+        if queries > 1:
+            return now()
+        # With the layer, which is not negative: it is asked for later if the comparison can do without.
+        return jax.lax.cond(row + jax.lax.shift_right_arithmetic(layer, 31) == guess, lambda: guessed, now)
 
-    def pass_of(turn, _):
-        """The queries whose row is first met at token `turn` of the group."""
-        row = row_ref[jnp.minimum(start + turn, tokens - 1)]
+    def pass_of(turn, done):
+        """The queries whose row is first met at token `turn` of the group, after `done` tiles; how many it then is."""
+        row = rows[0] if queries == 1 else row_ref[jnp.minimum(start + turn, tokens - 1)]
         same = [r == row for r in rows]
         count, last = tiles_of(columns), jnp.int32(0)
         for j in range(queries):
@@ -202,12 +226,12 @@ def _kernel(
             _put(out_ref, columns, column, first - column, places, *scores)
 
         def tile(i, following):
-            slot = jax.lax.rem(i, config.ahead)
-            plgpu.barrier_wait(k_barrier.at[slot])
+            slot = jax.lax.rem(done + i, ahead)
+            mosaic_copies.await_copies(barriers, slot, jax.lax.div(done + i, ahead))
             scale = ()
             if packed:
                 operand, *scale = _unpack(k_smem.at[slot])
-                pl.when(i + config.ahead < live)(lambda: fetch(following, i + config.ahead, slot))
+                pl.when(i + ahead < live)(lambda: fetch(following, i + ahead, slot))
             else:
                 operand = k_smem.at[slot]
             for piece in pieces:
@@ -218,13 +242,13 @@ def _kernel(
                     return acc[...]
 
                 dot = pl.run_scoped(product, plgpu.ACC((KEYS, len(piece) * heads), jnp.float32))
+                if not packed and piece is pieces[-1]:
+                    _meet()
+                    pl.when(i + ahead < live)(lambda: fetch(following, i + ahead, slot))
                 weights = plgpu.load(w_smem.at[part], layout=_LAYOUT.reduce(0))
                 store(piece, i, dot, weights, *scale)
-            if not packed:
-                _meet()
-                pl.when(i + config.ahead < live)(lambda: fetch(following, i + config.ahead, slot))
             # Looked up a tile before they are needed.
-            return pages_of(row, i + config.ahead + 1)
+            return pages_of(row, i + ahead + 1)
 
         def blank(i, _):
             for piece in pieces:
@@ -233,31 +257,35 @@ def _kernel(
 
         # All of them looked up before the first copy, so that it is one wait.
         found = look_up(row)
-        for slot, pages in enumerate(found):
-            pl.when(slot < live)(lambda slot=slot, pages=pages: fetch(pages, slot, slot))
+        for i, pages in enumerate(found):
+            pl.when(i < live)(lambda i=i, pages=pages: fetch(pages, i, jax.lax.rem(done + i, ahead)))
         if queries == 1:
             bring()  # while the first keys are on their way
-        jax.lax.fori_loop(0, live, tile, pages_of(row, config.ahead))
+        jax.lax.fori_loop(0, live, tile, pages_of(row, ahead))
         jax.lax.fori_loop(live, count, blank, ())
-        return ()
+        return done + live
 
     if queries == 1:
-        pass_of(0, ())
+        pass_of(0, jnp.int32(0))
     else:
         # Not within the loop, where what it computes addresses from would be kept in registers.
         bring()
-        jax.lax.fori_loop(0, queries, pass_of, ())
+        jax.lax.fori_loop(0, queries, pass_of, jnp.int32(0))
 
 
-def _read(ref, place):
-    """`ref[place]` int32, read here: the compiler moves ordinary reads to where they are used, one wait behind another."""
+def _read(ref, place, early=True):
+    """`ref[place]` int32, read here: the compiler moves ordinary reads to where they are used, one wait behind another.
+
+    Not `early`: not before what comes before, either.
+    """
+    code = f"ld.{'global.nc' if early else 'volatile.global'}.b32 $0, [$1];"
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, SCALAR))
     def go(_, ref, place):
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         offset = arith.muli(arith.extsi(i64, place.registers.item()), arith.constant(i64, 4))
         address = arith.addi(address_of(ref), offset)
-        value = llvm.inline_asm(i32, [address], "ld.global.nc.b32 $0, [$1];", "=r,l", has_side_effects=True)
+        value = llvm.inline_asm(i32, [address], code, "=r,l", has_side_effects=True)
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     return go(ref, jnp.asarray(place, jnp.int32))

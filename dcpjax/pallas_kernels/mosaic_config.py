@@ -146,7 +146,7 @@ class MosaicScoresConfig:
         slots = MULTIPROCESSORS * (4 if rows <= 64 else 3 if rows <= 128 else 2)
         chunks = slots // groups
         # Tiles of a short program, and of the longest that may be one of those which all run at once.
-        short, most = (6, 16) if queries == 1 else (16, 32 if packed else 96)
+        short, most = ((6, 16) if packed else (4, 4)) if queries == 1 else (16, 32 if packed else 96)
         if chunks and tiles <= chunks * (most if chunks * groups >= 0.85 * slots else short):
             return cls(min(chunks, tiles))
         if queries > 1 and tiles * groups > 8 * short * slots:

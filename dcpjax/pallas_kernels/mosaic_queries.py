@@ -43,14 +43,21 @@ def place_of(word: int, half: int) -> int:
 
 
 def bring_queries(
-    q: jax.Ref, weight: jax.Ref, q_smem: jax.Ref, w_smem: jax.Ref, tokens: list[jax.Array], heads: int
+    q: jax.Ref,
+    weight: jax.Ref,
+    q_smem: jax.Ref,
+    w_smem: jax.Ref,
+    tokens: list[jax.Array],
+    heads: int,
+    copied: bool = False,
 ) -> None:
     """Brings `q [T, H, 128]` bfloat16 and `weight [T, H]` float32 of some tokens to shared memory, for products.
 
     `q_smem [tokens · heads, 128]` is bfloat16, as they are, or float16 in the order of packed keys; `w_smem` float32 has a
-    weight for each of its rows. `heads`, a multiple of 32, is H or more: a surplus one weighs nothing.
+    weight for each of its rows. `heads`, a multiple of 32, is H or more: a surplus one weighs nothing. `copied`: those of a
+    single token are in `q_smem` and `w_smem` already, row after row, and become float16 there.
     """
-    real = q.shape[1]
+    real = weight.shape[1]
     packed = q_smem.dtype == jnp.float16
     passes = [(j, block) for j in range(len(tokens)) for block in range(heads // ROWS)]
 
@@ -72,7 +79,15 @@ def bring_queries(
         def read(j, block):
             head = arith.addi(row, constant32(ROWS * block))
             there = arith.cmpi(arith.CmpIPredicate.ult, head, constant32(real))
-            place = arith.extui(i64, arith.minui(head, constant32(real - 1)))
+            head = arith.minui(head, constant32(real - 1))
+            if copied:
+                base = arith.addi(shared_address(utils.memref_ptr(q_smem)), arith.muli(head, constant32(2 * DIM)))
+                base = arith.addi(base, arith.muli(part, constant32(16)))
+                parts = [_read_four(base, 2 * first, "shared", "r") for first in FIRST]
+                weigh = arith.addi(shared_address(utils.memref_ptr(w_smem)), arith.muli(head, constant32(4)))
+                value = llvm.inline_asm(f32, [weigh], "ld.shared.f32 $0, [$1];", "=f,r", has_side_effects=True)
+                return parts, arith.select(there, value, arith.constant(f32, 0.0))
+            place = arith.extui(i64, head)
             place = arith.addi(arith.muli(tokens[j], arith.constant(i64, real)), place)
             base = arith.addi(address_of(q), arith.muli(place, arith.constant(i64, 2 * DIM)))
             base = arith.addi(base, arith.extui(i64, arith.muli(part, constant32(16))))
@@ -107,18 +122,21 @@ def bring_queries(
 
         for n in range(0, len(passes), _AHEAD):
             some = passes[n : n + _AHEAD]
-            for where, what in zip(some, [read(*x) for x in some], strict=True):
+            found = [read(*x) for x in some]
+            if copied:
+                utils.warpgroup_barrier()  # all have read what is written over
+            for where, what in zip(some, found, strict=True):
                 write(*where, *what)
 
     go(q, weight, q_smem, w_smem, *(jnp.asarray(token, jnp.int32) for token in tokens))
     plgpu.commit_smem()
 
 
-def _read_four(base, offset: int):
-    """16 bytes from global memory as four words."""
+def _read_four(base, offset: int, memory: str = "global.nc", letter: str = "l"):
+    """16 bytes from memory as four words."""
     i32 = ir.IntegerType.get_signless(32)
-    code = f"ld.global.nc.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-    both = llvm.inline_asm(llvm.StructType.get_literal([i32] * 4), [base], code, "=r,=r,=r,=r,l")
+    code, four = f"ld.{memory}.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];", llvm.StructType.get_literal([i32] * 4)
+    both = llvm.inline_asm(four, [base], code, f"=r,=r,=r,=r,{letter}", has_side_effects=memory == "shared")
     return [llvm.extractvalue(i32, both, [n]) for n in range(4)]
 
 
