@@ -74,8 +74,7 @@ def indexer_scores(
 
 def _pays(q: jax.Array, pool: jax.Array, pages: jax.Array, queries: int) -> bool:
     """Whether the kernel for Hopper is the faster one, for what `indexer_scores` is given."""
-    packed, columns = pool.dtype == jnp.uint32, pages.shape[1] * pool.shape[2]
-    return (packed or queries > 1) and pl.cdiv(q.shape[0], queries) * columns >= _LEAST_KEYS
+    return pl.cdiv(q.shape[0], queries) * pages.shape[1] * pool.shape[2] >= _LEAST_KEYS
 
 
 def _scores_xla(q, weight, pool, layer, pages, row_of):

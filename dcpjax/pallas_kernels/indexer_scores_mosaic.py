@@ -150,9 +150,11 @@ def _kernel(
 
     # Past the last token the last one stands in; it computes the same and stores nothing.
     at = [jnp.minimum(start + j, tokens - 1) for j in range(queries)]
-    layer, first = _read(layer_ref, 0), _read(first_ref, 0)
-    rows = [_read(row_ref, t) for t in at]
-    ends = [jnp.minimum(_read(end_ref, t), columns) for t in at]
+    # Of a single query all at once, before anything else; several wait for their queries first, which these would delay.
+    read = _read if queries == 1 else lambda ref, place: ref[place]
+    layer, first = read(layer_ref, 0), read(first_ref, 0)
+    rows = [read(row_ref, t) for t in at]
+    ends = [jnp.minimum(read(end_ref, t), columns) for t in at]
     page0 = layer * num_pages
     each = max(1, min(_LANES, _WIDEST // heads))
     pieces = [range(j, min(j + each, queries)) for j in range(0, queries, each)]
@@ -188,7 +190,7 @@ def _kernel(
     if queries == 1:
         guess = jnp.minimum(mine, num_rows - 1)
         guessed = [pages_of(guess, slot) for slot in range(ahead)]
-    mosaic_copies.begin_barriers(barriers, ahead + 1)
+        mosaic_copies.begin_barriers(barriers, ahead + 1)
     if copied:
         size = w_ref.shape[1] * 2 * DIM
         total = size + w_ref.shape[1] * 4
@@ -270,6 +272,8 @@ def _kernel(
     else:
         # Not within the loop, where what it computes addresses from would be kept in registers.
         bring()
+        mosaic_copies.begin_barriers(barriers, ahead)
+        _meet()
         jax.lax.fori_loop(0, queries, pass_of, jnp.int32(0))
 
 

@@ -27,7 +27,7 @@ WORDS = 2  # 32-bit words of a barrier
 
 
 def begin_barriers(barriers: jax.Ref, count: int) -> None:
-    """Makes `barriers [2 · count]` uint32 in shared memory ready. Other threads may wait after they next meet this one."""
+    """Makes `barriers [2 · count]` uint32, in shared memory, ready. All may wait for them once they have met."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def go(_, barriers):
@@ -41,7 +41,7 @@ def begin_barriers(barriers: jax.Ref, count: int) -> None:
 
 
 def await_copies(barriers: jax.Ref, place: jax.Array | int, turn: jax.Array | int) -> None:
-    """Waits for what was announced the `turn`-th time at barrier `place`."""
+    """Waits for what was announced the `turn`-th time at barrier `place` of `barriers [2 · count]` uint32."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
     def go(_, barriers, place, parity):
@@ -64,10 +64,11 @@ def copy_bytes(
     announce: int = 0,
     tiled: bool = False,
 ) -> None:
-    """Copies `size` bytes, which are `begin` bytes after `index` times `step` (default: `size`), as they are.
+    """Copies `size` bytes of `source` as they are, from `begin` bytes after `index` times `step` (default: `size`) on.
 
-    Multiples of 16 bytes. `announce`: the bytes of all copies that barrier `place` is about to see, once for all of them.
-    `tiled`: the target is for tiles, of which nothing is put in place here.
+    Any shapes and dtypes; multiples of 16 bytes. `announce`: the bytes of all copies that barrier `place` of
+    `barriers [2 · count]` uint32 is about to see, given with the first of them. `tiled`: the target is one for tiles, and
+    is not put in their order.
     """
     kind = plgpu.RefType(TRANSFORMS) if tiled else plgpu.RefType()
 
@@ -94,9 +95,9 @@ def copy_tiles(
     *,
     announce: int = 0,
 ) -> None:
-    """Copies rows from `row` on of `source [R, C]` in 2-byte numbers to `target [r, C]`, which lies as products read it.
+    """Copies rows from `row` on of `source [R, C]` bfloat16 to `target [r, C]` bfloat16, which lies as products read it.
 
-    `announce`: as in `copy_bytes`.
+    `barriers`, `place` and `announce`: as in `copy_bytes`.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(TRANSFORMS), plgpu.RefType(), SCALAR, SCALAR))

@@ -54,6 +54,9 @@ CASES = [  # requests, pages of a request, keys of a page, tokens, tokens a grou
     (2, 21, 16, 5, 2, False, 32),
     (1, 3, 128, 1, 1, False, 32),
     (4, 5, 64, 4, 1, True, 32),
+    # A single query, copied: surplus heads, two blocks of them, several copies a tile.
+    (2, 21, 32, 5, 1, True, 12),
+    (2, 21, 16, 5, 1, False, 64),
 ]
 
 
