@@ -23,7 +23,8 @@ from dcpjax.pallas_kernels.lse_merge_triton import MergeConfig, merge_splits
 from dcpjax.pallas_kernels.mosaic_cluster import Shares
 from dcpjax.pallas_kernels.mosaic_config import HEADS, PAIR, MosaicMLAConfig, has_shape
 from dcpjax.pallas_kernels.mosaic_ptx import TRANSFORMS
-from dcpjax.pallas_kernels.mosaic_rows import TILE, AsyncRows, PlainRows, RecordRows, Source
+from dcpjax.pallas_kernels.mosaic_records import RecordRows
+from dcpjax.pallas_kernels.mosaic_rows import TILE, AsyncRows, PlainRows, Source
 from dcpjax.pallas_kernels.records import packed_words, unpack_rows
 
 _LOG2_E = 1.0 / math.log(2.0)
@@ -95,13 +96,20 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
         if clustered:
             begin += lax.axis_index("split")
         end = jnp.minimum(begin + in_turn, tokens * splits)
-        tiles.start(landed)
+        base = layer_ref[0] * num_rows
 
         def part_of(item):
             """A part's token and split, rows of the token's list, and pairs of tiles before and after the part."""
             token, split = lax.div(item, jnp.int32(splits)), lax.rem(item, jnp.int32(splits))
             number = count_ref[token]
             return token, split, number, *_bounds(number, split, splits, config)
+
+        # What all wait for first is asked for first.
+        first_part = part_of(begin)
+        tiles.start(landed)
+
+        def source_of(token, number, pair):
+            return Source(pool_ref, rows_ref, token, pair * PAIR, number, base)
 
         def consumer(me):
             other = 1 - me
@@ -183,13 +191,19 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
 
             def part(item, turns):
                 """One part, from its first product to its output, after `turns` pairs of tiles."""
-                token, split, number, since, until = part_of(item)
+                token, split, number, since, until = first_part if in_turn == 1 else part_of(item)
+
+                def first_tiles():
+                    if packed:
+                        tiles.help(landed, source_of(token, number, since), keys, me)
+
                 if in_turn == 1:
 
                     @pl.when(until > since)
                     def _():
                         if me == 0:
                             ask(token)
+                        first_tiles()
                         plgpu.barrier_wait(loaded)
 
                 else:
@@ -198,6 +212,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                     asked = (item > begin) & (until_before > since_before)
                     if me == 1:
                         pl.when((until > since) & jnp.logical_not(asked))(lambda: ask(token))
+                    pl.when((until > since) & (turns == 0))(first_tiles)
                     here = asked & (before == token)
                     pl.when((until > since) & jnp.logical_not(here))(lambda: plgpu.barrier_wait(loaded))
 
@@ -301,7 +316,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             plgpu.set_max_registers(tiles.registers[1], action="decrease")
             parts, total = [], jnp.int32(0)
             for i in range(in_turn):
-                token, _, number, since, until = part_of(jnp.minimum(begin + i, end - 1))
+                token, _, number, since, until = part_of(jnp.minimum(begin + i, end - 1)) if i else first_part
                 parts.append((total, token, number, since))
                 total += jnp.where(begin + i < end, until - since, 0)
 
@@ -314,7 +329,7 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
                         jnp.where(later, new, old)
                         for new, old in zip((start, *more), (begun, token, number, since), strict=True)
                     )
-                return Source(pool_ref, rows_ref, token, (since + turn - begun) * PAIR, number, layer_ref[0] * num_rows)
+                return source_of(token, number, since + turn - begun)
 
             def when_free(slot, turn):
                 pl.when(turn > 0)(lambda: plgpu.barrier_wait(free.at[slot]))
