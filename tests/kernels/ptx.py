@@ -13,9 +13,10 @@ PEER = 1 << 24
 
 
 class Machine:
-    """shared `[blocks, bytes]` uint8, and global memory by address."""
+    """shared `[blocks, bytes]` uint8, global memory that was there before, by byte, and what was written there, by address."""
 
-    def __init__(self, blocks: int, nbytes: int):
+    def __init__(self, blocks: int, nbytes: int, memory: np.ndarray | None = None):
+        self.memory = memory
         rng = np.random.default_rng(0)
         self.shared = rng.integers(0, 256, (blocks, nbytes), np.uint8)  # junk, NaN among it
         self.written = {}  # global memory: bits by address
@@ -25,8 +26,8 @@ class Machine:
         held = {f"${i}": np.broadcast_to(arg, (THREADS,)) for i, arg in enumerate(args)}
         for statement in code.strip("{}").split(";"):
             words = statement.split(None, 1)
-            if not words or words[0].startswith("."):
-                continue
+            if not words or words[0].startswith((".", "cp.async.commit", "cp.async.wait", "bar.warp")):
+                continue  # nothing is late here, and all threads are together
             active = np.ones(THREADS, bool)
             if words[0].startswith("@"):
                 active = held[words[0][1:]]
@@ -38,10 +39,16 @@ class Machine:
             names, at = re.findall(r"\w+", to), _address(held, operands[0])
             for i, each in enumerate(names):
                 held[each] = self._read(np.where(active, at, 0) + 4 * i, np.full(THREADS, block))
+        elif name.startswith("cp.async"):
+            assert operands[1] == "16"
+            source = _address(held, operands[0])
+            for i in range(4):
+                at, each = _address(held, to)[active] + 4 * i, source[active] // 4 + i
+                self._write("st.shared", at, self.memory.view(np.uint32)[each], block)
         elif name.startswith("st."):
             at, names = _address(held, to), re.findall(r"[\w$]+", operands[0])
             for i, each in enumerate(names):
-                self._write(name, at[active] + 4 * i, held[each][active])
+                self._write(name, at[active] + 4 * i, held[each][active], block)
         else:
             new = _value(name, *(_operand(held, x) for x in operands))
             held[to] = np.where(active, new, held.get(to, np.zeros(THREADS, new.dtype)))
@@ -50,12 +57,14 @@ class Machine:
         memory = self.shared.view(np.uint32)
         return memory[block, at // 4]
 
-    def _write(self, name, at, bits):
+    def _write(self, name, at, bits, block):
         if name.startswith("st.global"):
             assert not self.written.keys() & set(at.tolist()), "written twice"
             self.written.update(zip(at.tolist(), bits.tolist(), strict=True))
+        elif not name.startswith("st.shared::cluster"):
+            assert name.startswith("st.shared")
+            self.shared.view(np.uint32)[block, at // 4] = bits
         else:
-            assert name.startswith("st.shared::cluster")
             self.shared.view(np.uint32)[at // PEER, at % PEER // 4] = bits
 
 
@@ -81,6 +90,25 @@ def _value(name, *of):
                 return bits[0] + PEER * bits[1].astype(np.int64)
             case "setp.lt.u32":
                 return bits[0] < bits[1]
+            case "setp.eq.s32":
+                return bits[0] == bits[1]
+            case "mov.b32":
+                return bits[0]
+            case "xor.b32":
+                return bits[0] ^ bits[1]
+            case "prmt.b32":
+                both = bits[0].astype(np.uint64) | bits[1].astype(np.uint64) << 32
+                parts = [
+                    (both >> np.uint64(8 * (int(bits[2][0]) >> 4 * i & 7)) & 255).astype(np.uint32) for i in range(4)
+                ]
+                # The fourth bit of a number asks for eight times the byte's own highest.
+                signs = [int(bits[2][0]) >> 4 * i & 8 for i in range(4)]
+                parts = [np.where(x >> 7, 255, 0) if sign else x for x, sign in zip(parts, signs, strict=True)]
+                return sum(x.astype(np.uint32) << 8 * i for i, x in enumerate(parts))
+            case "mul.rn.bf16x2":
+                halves = (np.ascontiguousarray(x).view(ml_dtypes.bfloat16) for x in bits)
+                x, y = (half.astype(np.float32) for half in halves)
+                return (x * y).astype(ml_dtypes.bfloat16).view(np.uint32)
             case "setp.eq.and.u32":
                 return (bits[0] == bits[1]) & bits[2]
             case "setp.eq.f32":
