@@ -211,7 +211,9 @@ class Shares:
 
 def _to_peer(heads: int) -> str:
     """PTX that begins with `at`, address $0 in block $1. Of rows, $2, those beyond the heads are copies, and go nowhere."""
-    return f"{{ .reg .b32 at; .reg .pred some; setp.lt.u32 some, $2, {heads}; @some mapa.shared::cluster.u32 at, $0, $1;\n"
+    return (
+        f"{{ .reg .b32 at; .reg .pred some; setp.lt.u32 some, $2, {heads}; @some mapa.shared::cluster.u32 at, $0, $1;\n"
+    )
 
 
 def _parted(value, by: int):

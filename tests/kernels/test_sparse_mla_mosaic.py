@@ -76,7 +76,7 @@ def test_equals_float64_on_a_gpu(tokens, heads, config, dtype, kind):
     """Few shapes: each takes seconds to compile."""
     case = case_of(tokens, heads, 2048, 6000, kind)
     case.count[4] = 129
-    case.rows[4, 129:] = -1
+    case.rows[4] = np.where(np.arange(2048) < 129, case.rows[2], -1)  # whose list is whole
     first = case.run("mosaic", config, dtype)
     case.check(*first, 1e-2)
     for _ in range(10):
