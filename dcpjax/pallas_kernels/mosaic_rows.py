@@ -189,8 +189,8 @@ class PlainRows:
 
 
 def numbers_of(source: Source, slot: int | jax.Array) -> jax.Array:
-    """The rows of each thread in the tile of a slot: those at `thread / 8 + 16 i`. They are as they are read, so that nobody waits
-    for them before they are used."""
+    """`[4 · 128]` int32 in the layout `HELD`: the rows of each thread in the tile of a slot, those at `thread / 8 + 16 i`. They are
+    as they are read, so that nobody waits for them before they are used."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), SCALAR, SCALAR),
@@ -231,6 +231,7 @@ def swizzled(part, row):
 
 
 def barrier_of(landed, slot: int):
+    """Pointer to the barrier of a slot, 64 bits in what `Landing.scratch` keeps."""
     return utils.getelementptr(utils.memref_ptr(landed), [slot], ir.IntegerType.get_signless(64))
 
 
