@@ -66,6 +66,7 @@ class Case:
 
     def check(self, out, lse, close):
         want = self.want()
+        assert np.isfinite(want[0]).all(), "lists of this case name rows that must not be read"
         # Parts in bfloat16 are rounded by up to 2⁻⁹ of themselves.
         np.testing.assert_allclose(np.asarray(out, np.float64), want[0], atol=close, rtol=0 if close < 1e-3 else 2**-8)
         np.testing.assert_allclose(lse, want[1], atol=2e-5, rtol=1e-5)
