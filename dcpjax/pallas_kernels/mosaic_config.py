@@ -19,8 +19,6 @@ PAIR = 128
 DIM, KEYS = 128, 64
 # Rows of a split when the bits of a token must not depend on the other tokens.
 _INVARIANT_ROWS = 512
-# Of a grid's last axis.
-_MOST_TOKENS = 65_535
 MULTIPROCESSORS = 132
 # How many clusters of so many blocks run at once, one block on a multiprocessor. A cluster lies within one of the chip's eight
 # groups of at most 18 of these, of which each chip lacks others: so many there are at the worst.
@@ -122,7 +120,7 @@ def is_ahead(tokens: int, heads: int, width: int, packed: bool = False, invarian
     """
     if invariant:
         return heads in (_PACKED_FROM if packed else _PLAIN_FROM)
-    if width < 512 or tokens > _MOST_TOKENS:
+    if width < 512:
         return False
     long = width >= 2048
     if heads == 16 and not packed:  # which is little to compute: ahead of two kernels where a cluster merges

@@ -8,6 +8,7 @@ both, and splits are merged by LSE, in order: bits repeat. The blocks of a list 
 does.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -67,7 +68,6 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
     an empty one is −inf; its output is 0 where there is no other, and else not written."""
     tokens, heads, width = q.shape
     value, num_rows = width - 64, pool.shape[1]
-    half = value // (2 * config.columns)
     real = min(heads, HEADS)
     fixed = config.split_rows is not None
     splits = pl.cdiv(rows.shape[1], config.split_rows) if fixed else min(config.splits, rows.shape[1] // PAIR)
@@ -82,7 +82,12 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
     # Of clusters the interpreter knows nothing.
     clustered = config.clustered(splits, heads) and not config.interpret and jnp.dtype(out_dtype) == jnp.bfloat16
     clustered = clustered and mosaic_cluster.has_room()
+    if config.cluster and not clustered:  # blocks that share a part would only have less to send to each other
+        config = dataclasses.replace(config, columns=1)
+    half = value // (2 * config.columns)
     shares = Shares(splits, real, half)
+    runs = tokens if clustered else pl.cdiv(tokens * splits, in_turn)
+    grid, grid_names = _grid(runs, heads // real * config.columns)
 
     def kernel(
         q_ref, pool_ref, layer_ref, rows_ref, count_ref, out_ref, lse_ref,
@@ -356,8 +361,8 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             jax.ShapeDtypeStruct((tokens, parts, heads, value), dtype),
             jax.ShapeDtypeStruct((tokens, parts, heads), jnp.float32),
         ),
-        grid=(tokens if clustered else pl.cdiv(tokens * splits, in_turn), heads // real * config.columns),
-        grid_names=("run", "block"),
+        grid=grid,
+        grid_names=grid_names,
         cluster=(splits,) if clustered else (),
         cluster_names=("split",) if clustered else (),
         num_threads=3,
@@ -383,6 +388,12 @@ def _parts(q, pool, layer, rows, count, scale, out_dtype, config):
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),
     )(q, pool.reshape(-1, pool.shape[2]), jnp.asarray(layer, jnp.int32).reshape(1), rows, count)
+
+
+def _grid(runs, blocks):
+    """Axes of the grid, and their names. Blocks of one token are neighbours, for they read the same rows, unless there are more
+    runs than CUDA allows on any axis but the last one here."""
+    return ((runs, blocks), ("run", "block")) if runs <= 65_535 else ((blocks, runs), ("block", "run"))
 
 
 def _columns(x, like):

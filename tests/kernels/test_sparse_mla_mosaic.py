@@ -135,6 +135,21 @@ def test_lowers_for_an_h200(tokens, heads, invariant, dtype, kind, merged):
     assert ("merge_splits" in text) == (merged == "apart")
 
 
+@pytest.mark.parametrize("tokens, grid", [(16_383, (65_532, 2)), (16_384, (2, 65_536))])
+def test_only_the_last_axis_of_a_grid_is_long(tokens, grid):
+    """The one that CUDA allows more than 65,535 blocks: lists of 128 heads in four parts at fixed places, each a block's."""
+    shape = jax.ShapeDtypeStruct
+    call = functools.partial(
+        sparse_mla, value_width=512, scale=SCALE, out_dtype=jnp.bfloat16, backend="mosaic",
+        config=MosaicMLAConfig(split_rows=512),
+    )  # fmt: skip
+    program = jax.make_jaxpr(call)(
+        shape((tokens, 128, 576), jnp.bfloat16), shape((2, 1000, 576), jnp.bfloat16), shape((), jnp.int32),
+        shape((tokens, 2048), jnp.int32), shape((tokens,), jnp.int32),
+    )  # fmt: skip
+    assert f"grid={grid}" in str(program)
+
+
 @pytest.mark.parametrize(
     "heads, value, dtype", [(64, 256, jnp.bfloat16), (96, 512, jnp.bfloat16), (64, 512, jnp.float32)]
 )
@@ -158,7 +173,6 @@ SERVED = {"shape": (128, 64, 576), "value_width": 512, "dtype": jnp.bfloat16, "o
         {"shape": (3, 16, 576)},
         {"shape": (6, 16, 576)},
         {"shape": (4, 16, 576), "width": 1024},
-        {"shape": (1 << 16, 64, 576)},
         {"shape": (128, 96, 576)},
         {"shape": (128, 64, 192), "value_width": 128},
         {"shape": (63, 16, 576), "dtype": jnp.uint32, "width": 1024},
