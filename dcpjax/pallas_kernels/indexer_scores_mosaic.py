@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import math as mlir_math
 
 from dcpjax.pallas_kernels import mosaic_copies
 from dcpjax.pallas_kernels.mosaic_config import DIM, KEYS, MosaicScoresConfig, has_keys
-from dcpjax.pallas_kernels.mosaic_ptx import SCALAR, TRANSFORMS, address_of, constant32, shared_address, thread_number
+from dcpjax.pallas_kernels.mosaic_ptx import SCALAR, TRANSFORMS, address_of, constant32, shared_place, thread_number
 from dcpjax.pallas_kernels.mosaic_queries import ROWS, bring_queries
 from dcpjax.pallas_kernels.records import packed_words
 
@@ -330,7 +330,7 @@ def _unpack(words_ref):
     def go(_, words):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         row, thread = _place()
-        begin = arith.addi(shared_address(utils.memref_ptr(words)), arith.muli(row, constant32(bytes_)))
+        begin = arith.addi(shared_place(words), arith.muli(row, constant32(bytes_)))
         mine = arith.addi(begin, arith.muli(thread, constant32(32)))
 
         def load(kind, letter, base, offset):

@@ -10,7 +10,6 @@ import dataclasses
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
@@ -24,7 +23,7 @@ from dcpjax.pallas_kernels.mosaic_ptx import (
     constant32,
     constant64,
     ptx,
-    shared_address,
+    shared_place,
     thread_number,
 )
 
@@ -86,7 +85,7 @@ class Shares:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), _LAYOUT, SCALAR))
         def send(ctx, slot, values, rank):
             of_block = arith.muli(rank.registers.item(), constant32(2 * self.nbytes))
-            begin = arith.addi(arith.addi(_place(slot), constant32(me * self.nbytes)), of_block)
+            begin = arith.addi(arith.addi(shared_place(slot), constant32(me * self.nbytes)), of_block)
             held = values.registers.reshape(-1, 2)
             for half in range(2):
                 row, peer, local = self._row(half)
@@ -112,7 +111,7 @@ class Shares:
             for half in range(2):
                 row, peer, local = self._row(half)
                 number = arith.addi(arith.muli(rank.registers.item(), constant32(self.each)), local)
-                to = arith.addi(_place(scores), arith.muli(number, constant32(4)))
+                to = arith.addi(shared_place(scores), arith.muli(number, constant32(4)))
                 value = vector.extract(lse.registers.reshape(-1)[half], [], [0])
                 ptx(_to_peer(self.heads) + "@some st.shared::cluster.f32 [at], $3; }", "r,r,r,f", to, peer, row, value)
 
@@ -142,7 +141,7 @@ class Shares:
         def merge(ctx, slot, scores, out, lse, rank, head, column):
             rank, head, column = (x.registers.item() for x in (rank, head, column))
             first = arith.addi(head, arith.muli(rank, constant32(self.each)))
-            begin = arith.addi(_place(slot), constant32(me * self.nbytes))
+            begin = arith.addi(shared_place(slot), constant32(me * self.nbytes))
             for turn in range(0, turns, together):
                 args = []
                 for i in range(turn, turn + together):
@@ -151,7 +150,7 @@ class Shares:
                     head, right = arith.addi(first, local), arith.addi(column, right)
                     args += [
                         arith.addi(begin, arith.muli(number, constant32(16))),
-                        arith.addi(_place(scores), arith.muli(local, constant32(4))),
+                        arith.addi(shared_place(scores), arith.muli(local, constant32(4))),
                         _at(out, arith.addi(arith.muli(head, constant32(width)), right), 2),
                         _at(lse, head, 4), number, right,
                     ]  # fmt: skip
@@ -219,11 +218,6 @@ def _to_peer(heads: int) -> str:
 def _parted(value, by: int):
     """Quotient and rest of an unsigned number."""
     return arith.divui(value, constant32(by)), arith.remui(value, constant32(by))
-
-
-def _place(ref):
-    """Where `ref` begins in shared memory."""
-    return shared_address(utils.memref_ptr(ref))
 
 
 def _at(ref, number, size: int):

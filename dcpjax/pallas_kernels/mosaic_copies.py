@@ -19,7 +19,7 @@ from dcpjax.pallas_kernels.mosaic_ptx import (
     constant32,
     constant64,
     ptx,
-    shared_address,
+    shared_place,
     thread_number,
 )
 
@@ -35,7 +35,7 @@ def begin_barriers(barriers: jax.Ref, count: int) -> None:
         code = f"{{ .reg .pred p; setp.eq.u32 p, $1, 0; {code} @p fence.mbarrier_init.release.cluster;"
         # Whichever thread of this warp it is that announces the first.
         code += "bar.warp.sync 0xffffffff; }"
-        ptx(code, "r,r", shared_address(utils.memref_ptr(barriers)), thread_number())
+        ptx(code, "r,r", shared_place(barriers), thread_number())
 
     go(barriers)
 
@@ -80,7 +80,7 @@ def copy_bytes(
         offset = arith.addi(arith.muli(arith.extui(i64, index), constant64(step or size)), arith.extui(i64, begin))
         _announce(one, at, announce)
         copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-        to = shared_address(utils.memref_ptr(target))
+        to = shared_place(target)
         ptx(f"@$0 {copy} [$1], [$2], {size}, [$3];", "b,r,l,r", one, to, arith.addi(address_of(source), offset), at)
 
     go(source, target, barriers, *(_scalar(x) for x in (index, begin, place)))
@@ -126,7 +126,7 @@ def _scalar(x) -> jax.Array:
 
 
 def _barrier(barriers, place):
-    return arith.addi(shared_address(utils.memref_ptr(barriers)), arith.muli(place, constant32(8)))
+    return arith.addi(shared_place(barriers), arith.muli(place, constant32(8)))
 
 
 def _announce(one, barrier, size: int) -> None:

@@ -41,6 +41,11 @@ def shared_address(pointer: ir.Value) -> ir.Value:
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), pointer)
 
 
+def shared_place(ref: ir.Value) -> ir.Value:
+    """Where `ref` begins in shared memory, 32 bits."""
+    return shared_address(utils.memref_ptr(ref))
+
+
 def ptx(code: str, constraints: str, *args: ir.Value) -> None:
     """PTX without a result, which stays where it is."""
     llvm.inline_asm(ir.Type.parse("!llvm.void"), list(args), code, constraints, has_side_effects=True)

@@ -21,7 +21,7 @@ from dcpjax.pallas_kernels.mosaic_ptx import (
     address_of,
     constant32,
     ptx,
-    shared_address,
+    shared_place,
     thread_number,
 )
 
@@ -81,10 +81,10 @@ def bring_queries(
             there = arith.cmpi(arith.CmpIPredicate.ult, head, constant32(real))
             head = arith.minui(head, constant32(real - 1))
             if copied:
-                base = arith.addi(shared_address(utils.memref_ptr(q_smem)), arith.muli(head, constant32(2 * DIM)))
+                base = arith.addi(shared_place(q_smem), arith.muli(head, constant32(2 * DIM)))
                 base = arith.addi(base, arith.muli(part, constant32(16)))
                 parts = [_read_four(base, 2 * first, "shared", "r") for first in FIRST]
-                weigh = arith.addi(shared_address(utils.memref_ptr(w_smem)), arith.muli(head, constant32(4)))
+                weigh = arith.addi(shared_place(w_smem), arith.muli(head, constant32(4)))
                 value = llvm.inline_asm(f32, [weigh], "ld.shared.f32 $0, [$1];", "=f,r", has_side_effects=True)
                 return parts, arith.select(there, value, arith.constant(f32, 0.0))
             place = arith.extui(i64, head)
@@ -100,9 +100,7 @@ def bring_queries(
             at = arith.addi(row, constant32(j * heads + ROWS * block))
             within = arith.remui(at, constant32(8))
             box = arith.muli(arith.divui(at, constant32(8)), constant32(_BLOCKS * BOX))
-            begin = arith.addi(
-                arith.addi(shared_address(utils.memref_ptr(q_smem)), box), arith.muli(within, constant32(128))
-            )
+            begin = arith.addi(arith.addi(shared_place(q_smem), box), arith.muli(within, constant32(128)))
             if packed:
                 weight = arith.mulf(
                     weight, _write_halves(begin, within, part, [word for four in parts for word in four])
@@ -116,7 +114,7 @@ def bring_queries(
             ptx(
                 "st.shared.f32 [$0], $1;",
                 "r,f",
-                arith.addi(shared_address(utils.memref_ptr(w_smem)), arith.muli(at, constant32(4))),
+                arith.addi(shared_place(w_smem), arith.muli(at, constant32(4))),
                 weight,
             )
 

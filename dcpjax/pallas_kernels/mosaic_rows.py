@@ -31,6 +31,7 @@ from dcpjax.pallas_kernels.mosaic_ptx import (
     constant32,
     ptx,
     shared_address,
+    shared_place,
     thread_number,
 )
 
@@ -222,7 +223,7 @@ def row_place(tile, row, blocks: int):
     """Address in shared memory of `row` in its box of the first of `blocks` columns of boxes."""
     box, within = arith.divui(row, constant32(8)), arith.remui(row, constant32(8))
     place = arith.addi(arith.muli(box, constant32(blocks * BOX)), arith.muli(within, constant32(128)))
-    return arith.addi(shared_address(utils.memref_ptr(tile)), place)
+    return arith.addi(shared_place(tile), place)
 
 
 def swizzled(part, row):

@@ -33,7 +33,7 @@ def threads(monkeypatch):
         "constant64": np.int64,
         "thread_number": lambda: np.arange(THREADS),
         "address_of": lambda ref: ref.address,
-        "_place": lambda ref: np.int64(ref),
+        "shared_place": lambda ref: np.int64(ref),
         "_word": lambda pair: pair,
         "ptx": lambda code, constraints, *args: now["machine"].run(now["block"], code, *args),
     }.items():

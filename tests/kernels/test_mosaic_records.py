@@ -35,8 +35,7 @@ def machine(monkeypatch):
             "constant32": np.int64,
             "thread_number": lambda: np.arange(THREADS),
             "address_of": lambda ref: np.int64(ref.registers.item()),
-            "shared_address": np.int64,
-            "utils": types.SimpleNamespace(memref_ptr=lambda ref: ref.registers.item()),
+            "shared_place": lambda ref: np.int64(ref.registers.item()),
             "ptx": lambda code, constraints, *args: machine.run(0, code, *args),
         }.items():
             monkeypatch.setattr(module, name, value, raising=module is mosaic_rows)
